@@ -142,28 +142,17 @@ def load_base(
     """
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
-    source = name = str(source)
-    pointer = Path(source) / POINTER
-    if pointer.is_file():
-        try:
-            target = json.loads(pointer.read_text())
-            name, kind = str(target["source"]), target["kind"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{pointer} is damaged: run the stage that makes it again") from None
-        if kind != "package":
-            source, revision = name, target.get("revision")
-
+    source, revision, name = _follow(str(source), revision)
     config = _load_config(source, revision)
-    options = {"revision": revision or "main"}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             dtype=torch_dtype,
             attn_implementation="sdpa",
             output_loading_info=True,
-            **options,
+            revision=revision or "main",
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -187,6 +176,33 @@ def load_base(
         device=torch_device,
         stop_token_ids=_stop_token_ids(model.generation_config, config, tokenizer),
     )
+
+
+def load_tokenizer(
+    source: str | os.PathLike[str], *, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base LLM alone, from any source that `load_base` takes."""
+    source, revision, _ = _follow(str(source), revision)
+    _load_config(source, revision)
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision or "main")
+    except (OSError, ValueError) as error:
+        raise _unusable(source, error) from error
+
+
+def _follow(source: str, revision: str | None) -> tuple[str, str | None, str]:
+    """Follow a `base.json`: where to load from, which revision, and what to call the model."""
+    pointer = Path(source) / POINTER
+    if not pointer.is_file():
+        return source, revision, source
+    try:
+        target = json.loads(pointer.read_text())
+        name, kind = str(target["source"]), target["kind"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{pointer} is damaged: run the stage that makes it again") from None
+    if kind == "package":
+        return source, None, name
+    return name, target.get("revision"), name
 
 
 def choose_device(device: str) -> torch.device:

@@ -14,6 +14,7 @@ from specformer.base import (
     choose_device,
     choose_dtype,
     load_base,
+    load_tokenizer,
     prepare_base,
     resolve_hooks,
 )
@@ -66,6 +67,8 @@ def test_pointer_to_a_local_folder(tmp_path, tiny_llama, tiny_llama_folder):
     base = load_base(tmp_path / "base", dtype="float32", device="cpu")
     assert base.name == str(tiny_llama_folder)
     assert base_fingerprint(base.model) == base_fingerprint(tiny_llama.model)
+    tokenizer = load_tokenizer(tmp_path / "base")
+    assert tokenizer("a river").input_ids == tiny_llama.tokenizer("a river").input_ids
     (tmp_path / "base" / "base.json").write_text('{"source": ')
     with pytest.raises(UserError, match="damaged"):
         load_base(tmp_path / "base")
