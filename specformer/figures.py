@@ -43,6 +43,7 @@ _STYLE: dict[Any, Any] = {
 }
 _WRAP = 120  # characters of a caption line on a figure of 7.2 inches
 
+_LISTS = (list, tuple, np.ndarray)
 _ENOUGH = 30  # steps; a share of fewer says nothing
 
 
@@ -200,11 +201,11 @@ def training_curves(
             if "tokens_per_step" in log:
                 seen = log.loc[log["tokens_per_step"].notna()]
                 _line(middle, seen["step"], seen["tokens_per_step"], i)
-            seen = [
-                row for row in log.get("accuracy", []) if isinstance(row, Sequence | np.ndarray)
-            ]
-            if seen:
-                _line(right, range(1, len(seen[-1]) + 1), seen[-1], i)
+            if "accuracy" in log:
+                # rows without a validation hold NaN instead of a list
+                lists = [row for row in log["accuracy"].to_numpy() if isinstance(row, _LISTS)]
+                if lists:
+                    _line(right, range(1, len(lists[-1]) + 1), lists[-1], i)
         left.set_title("training loss")
         middle.set_title("tokens per step, validation")
         right.set_title("accuracy, last validation")
