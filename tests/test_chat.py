@@ -62,7 +62,7 @@ def test_template_that_strips_thinking_from_every_turn():
         "else message['content']) +",
     ).replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
     tokenizer = make_tokenizer(strips)
-    prompt = tokenizer.decode(encode_prompt(tokenizer, ASK))
+    prompt = str(tokenizer.decode(encode_prompt(tokenizer, ASK)))
     answer = tokenizer.decode(encode_answer(tokenizer, ASK, "<think>x</think>Paris."))
     assert prompt.endswith("<|im_start|>assistant\n<think>\n")
     assert answer == "Paris.<|im_end|>"
