@@ -249,20 +249,13 @@ def check_against_base(settings: Settings, num_layers: int, max_positions: int) 
 
     Raises UserError naming the keys, the values and what this base allows.
     """
+    from specformer.base import resolve_hooks  # torch takes seconds; most callers do without
+
     problems = []
-    layers: dict[int, int | float] = {}
-    for hook in settings.draft.hooks:
-        layer = int(hook * num_layers) if isinstance(hook, float) else hook
-        if not -(num_layers + 1) <= layer <= num_layers:
-            problems.append(
-                f"draft.hooks = {hook}: this base has the hidden states 0 to {num_layers} "
-                f"(or -1 to -{num_layers + 1})"
-            )
-            continue
-        layer %= num_layers + 1
-        if layer in layers:
-            problems.append(f"draft.hooks: {layers[layer]} and {hook} are both HS[{layer}]")
-        layers[layer] = hook
+    try:
+        resolve_hooks(settings.draft.hooks, num_layers)
+    except UserError as error:
+        problems.append(str(error))
     for key, length in [
         ("engine.max_length", settings.engine.max_length),
         ("train.max_length", settings.train.max_length),

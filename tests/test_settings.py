@@ -153,9 +153,9 @@ def test_settings_are_checked_against_the_base(tmp_path):
     write(tmp_path, {"draft.hooks": [0, 17, -2, -1]})
     settings = load_settings("trial", tmp_path)
     check_against_base(settings, num_layers=36, max_positions=256)
-    with pytest.raises(UserError, match=r"draft\.hooks = 17: .* 0 to 16 "):
+    with pytest.raises(UserError, match=r"draft\.hooks\[1\]: 17 is outside .* 16 layers"):
         check_against_base(settings, num_layers=16, max_positions=256)
-    with pytest.raises(UserError, match=r"17 and -2 are both HS\[17\]"):
+    with pytest.raises(UserError, match=r"draft\.hooks\[2\]: -2 is HS\[17\]"):
         check_against_base(settings, num_layers=18, max_positions=256)
     with pytest.raises(UserError, match=r"engine\.max_length = 256: .* 128 tokens"):
         check_against_base(settings, num_layers=36, max_positions=128)
