@@ -12,9 +12,7 @@ from rich.table import Table
 from specformer import pipeline, settings
 from specformer.errors import UserError
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 Profile = Annotated[str, typer.Argument(help="A folder of params/, such as cpu or smoke.")]
 
 
@@ -56,9 +54,7 @@ def plan(profile: Profile = "cpu") -> None:
 
 
 @app.command()
-def stage(
-    name: Annotated[str, typer.Argument(help="A stage of dvc.yaml.")], profile: Profile
-) -> None:
+def stage(name: Annotated[str, typer.Argument(help="A stage of dvc.yaml.")], profile: Profile) -> None:
     """Run one stage of the pipeline; `dvc repro` calls this."""
     pipeline.run_stage(name, profile)
 

@@ -212,6 +212,7 @@ def _base(run: Run) -> None:
 
 
 def _corpus(run: Run) -> None:
+    from specformer.base import load_tokenizer
     from specformer.corpora import build_corpus
 
     options = run.settings.corpus.model_dump()
@@ -219,9 +220,9 @@ def _corpus(run: Run) -> None:
         options["eval_folder"] = run.root / options["eval_folder"]
     counts = build_corpus(
         options.pop("source"),
-        run.paths.corpus,
-        tokenizer=run.load_base().tokenizer,
+        tokenizer=load_tokenizer(run.paths.base),
         packages_folder=run.paths.packages,
+        out_dir=run.paths.corpus,
         **options,
     )
     _write_json(run.paths.results / "corpus.json", counts)
@@ -328,9 +329,7 @@ def refresh_notebook(notebook: Path) -> None:
             config=_kernel_config(),
         ).execute()
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    content.metadata = nbformat.from_dict(
-        {"kernelspec": kernel, "language_info": {"name": "python"}}
-    )
+    content.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
     for cell in content.cells:
         tags = cell.metadata.get("tags")
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
@@ -507,10 +506,7 @@ def plan(profile: str, root: Path | None = None) -> list[tuple[str, Cost | None]
     """
     run = open_run(profile, root)
     costs = read_costs(run.paths.results) or read_costs(run.root / "params" / profile)
-    return [
-        (name, Cost(**costs[name]) if name in costs else None)
-        for name in read_stages(profile, run.root)
-    ]
+    return [(name, Cost(**costs[name]) if name in costs else None) for name in read_stages(profile, run.root)]
 
 
 def folder_bytes(path: Path) -> int:

@@ -46,9 +46,7 @@ EvalSets = Annotated[tuple[EvalSet, ...], _list, _distinct]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class BaseSection(Section):
@@ -75,6 +73,8 @@ class CorpusSection(Section):
     """Shorter prompts are dropped; at least 1."""
     max_prompt_tokens: Count
     """Longer prompts are dropped; at least min_prompt_tokens."""
+    max_eval_prompt_tokens: Count
+    """Longer prompts of an evaluation set are dropped; at least 1."""
     min_answer_chars: Annotated[int, Field(ge=0)]
     """Dialogues with a shorter reference answer are dropped; 0 keeps all."""
     language: Annotated[str, Field(pattern=r"^[a-z]{2}$")] | None
@@ -124,6 +124,8 @@ class TrainSection(Section):
     """Sequences are cut to this many tokens."""
     anchor_fraction: Annotated[float, Field(gt=0, le=1)]
     """Share of the answer positions that a step trains on; 1.0 is all."""
+    anchor_decay: Annotated[float, Field(gt=0, le=1)]
+    """What each later answer position weighs against the one before it; 1.0 weighs all alike."""
     lr: Positive
     """Peak learning rate, above 0."""
     min_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -291,17 +293,17 @@ def _cross_checks(settings: Settings) -> list[str]:
     for key, ks in [("ablate.k", (settings.ablate.k,)), ("scale.ks", scale.ks)]:
         for k in ks:
             if k > draft_length:
-                problems.append(
-                    f"{key} = {k}: allowed are 1 to draft.draft_length = {draft_length}"
-                )
+                problems.append(f"{key} = {k}: allowed are 1 to draft.draft_length = {draft_length}")
     # A row's last verify writes up to draft_length tokens past its last answer token.
-    room = capacity - corpus.max_prompt_tokens - draft_length
+    longest = {"distill": "max_prompt_tokens"}
     for section in ("distill", "ablate", "scale"):
+        limit = longest.get(section, "max_eval_prompt_tokens")
+        room = capacity - getattr(corpus, limit) - draft_length
         wanted = getattr(settings, section).max_new_tokens
         if wanted > room:
             problems.append(
                 f"{section}.max_new_tokens = {wanted}: engine.max_length = {capacity} leaves "
-                f"{room} after corpus.max_prompt_tokens = {corpus.max_prompt_tokens} "
+                f"{room} after corpus.{limit} = {getattr(corpus, limit)} "
                 f"and draft.draft_length = {draft_length}"
             )
     return problems

@@ -273,7 +273,7 @@ def test_a_run_opens_from_the_notebooks_folder(project, monkeypatch):
     run = pipeline.open_run("smoke")
     assert run.root == project
     assert run.paths.distilled == project / "data/smoke/distilled"
-    assert run.settings.draft.draft_length == 3
+    assert run.settings.draft.draft_length == 4
     with pytest.raises(
         UserError,
         match=r"missing data/smoke/drafts: run `dvc repro params/smoke/dvc.yaml` \(stage train\)",
