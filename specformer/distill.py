@@ -1,0 +1,220 @@
+"""Self-distillation: the base LLM's own greedy answers, which a draft model is trained on.
+
+The contrast, the same prompts with the reference answers, has rows of the same shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from specformer.base import Base, base_fingerprint
+from specformer.chat import encode_answer, encode_prompt
+from specformer.engine import Engine, Request, Result
+from specformer.errors import UserError
+from specformer.shards import ShardWriter, read_shards
+
+ROWS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("answer_ids", pa.list_(pa.int32())),
+        ("answer", pa.string()),
+        ("finish_reason", pa.string()),
+    ]
+)
+PROGRESS_SECONDS = 10.0
+
+Dialogues = Sequence[Mapping[str, Any]]
+
+
+class Decoder(Protocol):
+    """What is needed of an engine."""
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Result]: ...
+
+
+def distill(
+    base: Base,
+    dialogues: Dialogues,
+    out_dir: str | Path,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    max_length: int,
+    prefill_chunk: int,
+    shard_rows: int,
+    thinking: bool = False,
+    make_engine: Callable[[], Decoder] | None = None,
+) -> dict[str, Any]:
+    """Answer every dialogue's prompt greedily with the base LLM and store the rows in shards.
+
+    dialogues: rows of `corpora.read_dialogues`. out_dir: shards of ROWS: prompt_ids, answer_ids
+    (at most `max_new_tokens`, the end-of-turn token last if the model stopped by itself), the
+    answer's text, finish_reason "stop" or "length". Rows that are stored already are kept, so a
+    killed run goes on where it was; other dialogues, base or settings start afresh.
+    batch_size, max_length (tokens a row), prefill_chunk: of the decoding engine, without a draft.
+    make_engine: builds another engine instead.
+
+    Returns counts: rows, tokens, prompt_tokens and finish_reasons of all rows; new_rows,
+    seconds and tokens_per_second of this run. Raises UserError for an empty prompt, one that
+    leaves no room for `max_new_tokens`, and a full disk.
+    """
+    tokenizer = base.tokenizer
+    room = max_length - max_new_tokens
+    prompts = {
+        row["id"]: encode_prompt(tokenizer, row["messages"], thinking, max_tokens=room) for row in dialogues
+    }
+    settings = {
+        "rows": "answers of the base LLM",
+        "base": base.name,
+        "base_fingerprint": base_fingerprint(base.model),
+        "dtype": str(base.dtype),
+        "max_new_tokens": max_new_tokens,
+        "prompts": _digest(prompts),
+    }
+    writer = ShardWriter(out_dir, ROWS, rows_per_shard=shard_rows, settings=settings)
+    requests = [
+        Request(id=name, prompt_ids=ids, max_new_tokens=max_new_tokens)
+        for name, ids in prompts.items()
+        if name not in writer.done
+    ]
+    print(
+        f"distill: {len(requests)} prompts to answer ({len(writer.done)} are stored already), at "
+        f"most {len(requests) * max_new_tokens:,} tokens with {max_new_tokens} a prompt"
+    )
+    progress = Progress(len(requests))
+    if requests:
+        engine = (
+            make_engine()
+            if make_engine
+            else Engine(
+                base,
+                batch_size=batch_size,
+                max_length=max_length,
+                prefill_chunk=prefill_chunk,
+            )
+        )
+        with writer:
+            for result in engine.run(requests):
+                writer.add(
+                    {
+                        "id": result.id,
+                        "prompt_ids": result.prompt_ids,
+                        "answer_ids": result.ids,
+                        "answer": result.text,
+                        "finish_reason": result.finish_reason,
+                    }
+                )
+                progress.advance(len(result.ids))
+    seconds = progress.seconds
+    return _summary(read_rows(out_dir, dialogues)) | {
+        "new_rows": progress.rows,
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(progress.tokens / seconds, 1) if progress.rows else None,
+    }
+
+
+def reference_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    dialogues: Dialogues,
+    out_dir: str | Path,
+    *,
+    max_new_tokens: int,
+    shard_rows: int,
+    thinking: bool = False,
+) -> dict[str, Any]:
+    """Store the no-self-distill rows: the same prompts with the reference answers.
+
+    The answers go through the same chat template and are cut to the same `max_new_tokens`
+    (finish_reason "length"). Returns the counts rows, tokens, prompt_tokens, finish_reasons.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for row in dialogues:
+        messages = row["messages"]
+        whole = encode_answer(tokenizer, messages, row["answer"], thinking)
+        ids = whole[:max_new_tokens]
+        rows[row["id"]] = {
+            "id": row["id"],
+            "prompt_ids": encode_prompt(tokenizer, messages, thinking),
+            "answer_ids": ids,
+            "answer": tokenizer.decode(ids, skip_special_tokens=True),
+            "finish_reason": "stop" if len(ids) == len(whole) else "length",
+        }
+    settings = {
+        "rows": "reference answers",
+        "max_new_tokens": max_new_tokens,
+        "prompts": _digest({name: row["prompt_ids"] for name, row in rows.items()}),
+        "answers": _digest({name: row["answer_ids"] for name, row in rows.items()}),
+    }
+    with ShardWriter(out_dir, ROWS, rows_per_shard=shard_rows, settings=settings) as writer:
+        for name, row in rows.items():
+            if name not in writer.done:
+                writer.add(row)
+    return _summary(read_rows(out_dir, dialogues))
+
+
+def read_rows(folder: str | Path, dialogues: Dialogues | None = None) -> list[dict[str, Any]]:
+    """Rows that `distill` or `reference_rows` stored, in the order of `dialogues` (else by id).
+
+    Raises UserError when shards are missing or damaged, or when a dialogue has no row yet.
+    """
+    rows = {row["id"]: row for row in read_shards(folder)}
+    if dialogues is None:
+        return [rows[name] for name in sorted(rows)]
+    missing = [row["id"] for row in dialogues if row["id"] not in rows]
+    if missing:
+        raise UserError(
+            f"{folder} has no rows for {len(missing)} of {len(dialogues)} dialogues (for example "
+            f"{missing[0]}): run the distill stage to its end"
+        )
+    return [rows[row["id"]] for row in dialogues]
+
+
+class Progress:
+    """Says every ten seconds how far it is, how fast, and how long it will take."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.rows = 0
+        self.tokens = 0
+        self._start = self._said = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    def advance(self, tokens: int) -> None:
+        self.rows += 1
+        self.tokens += tokens
+        now = time.perf_counter()
+        if now - self._said < PROGRESS_SECONDS and self.rows < self.total:
+            return
+        self._said = now
+        left = self.seconds / self.rows * (self.total - self.rows)
+        print(
+            f"distill: {self.rows}/{self.total} answers, {self.tokens:,} tokens, "
+            f"{self.tokens / self.seconds:.0f} tokens/s, {left / 60:.1f} min left",
+            flush=True,
+        )
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "rows": len(rows),
+        "tokens": sum(len(row["answer_ids"]) for row in rows),
+        "prompt_tokens": sum(len(row["prompt_ids"]) for row in rows),
+        "finish_reasons": dict(sorted(Counter(row["finish_reason"] for row in rows).items())),
+    }
+
+
+def _digest(ids: Mapping[str, list[int]]) -> str:
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
