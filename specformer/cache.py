@@ -1,0 +1,113 @@
+"""A preallocated key/value store in which every row has its own length.
+
+A step writes its n tokens of each row at `length .. length + n - 1`, attends under a mask made from the
+lengths alone, and commits by raising the length. What was rejected lies beyond the length and is
+overwritten by the next step: there is no rollback, no re-padding and no copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specformer.errors import UserError
+
+
+@dataclass
+class Window:
+    """Where the n tokens of this forward pass lie, for the B rows that take part.
+
+    rows: the store's rows, a slice (the first B) or an int64 tensor (B,); start (B,) int64 tokens committed
+    before; positions (B, n) int64; mask additive (B, 1, n, upto), 0 where a key may be seen, -inf elsewhere
+    (query i of a row sees keys at positions <= start + i), None when fresh; fresh: every row starts at 0.
+    """
+
+    rows: slice | Tensor
+    positions: Tensor
+    upto: int
+    mask: Tensor | None
+    fresh: bool
+
+    @classmethod
+    def at(
+        cls, rows: slice | Tensor, start: Tensor, n: int, upto: int, dtype: torch.dtype, fresh: bool
+    ) -> Window:
+        """A window of n tokens behind `start` (B,); `upto` >= start.max() + n is known to the host,
+        so that no device synchronisation is needed."""
+        positions = start[:, None] + torch.arange(n, device=start.device)
+        mask = None
+        if not fresh:
+            visible = torch.arange(upto, device=start.device) <= positions[:, :, None]
+            mask = torch.zeros(visible.shape, dtype=dtype, device=start.device)
+            mask.masked_fill_(~visible, float("-inf"))
+            mask = mask.unsqueeze(1)
+        return cls(rows, positions, upto, mask, fresh)
+
+    def pick(self, index: Tensor, dtype: torch.dtype) -> Window:
+        """The same rows, but only the query at `index` (B,) of each: a masked window of one token."""
+        start = self.positions.gather(1, index[:, None])[:, 0]
+        return Window.at(self.rows, start, 1, self.upto, dtype, fresh=False)
+
+
+class KVStore:
+    """Keys and values of some layers: per layer one tensor (2, rows, Hkv, capacity, D).
+
+    Head-major, because attention on a CPU reads it twice as fast as token-major; grows in steps of
+    `step` tokens up to `limit`, so short work does not pay for the longest request allowed.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        kv_heads: int,
+        head_dim: int,
+        limit: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        step: int = 256,
+    ):
+        self.rows, self.kv_heads, self.head_dim = rows, kv_heads, head_dim
+        self.limit, self.step, self.capacity = limit, step, 0
+        self.kv = [
+            torch.zeros(2, rows, kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)
+        ]
+
+    def ensure(self, tokens: int) -> None:
+        """Make room for `tokens` per row. Raises UserError beyond the limit."""
+        if tokens <= self.capacity:
+            return
+        if tokens > self.limit:
+            raise UserError(
+                f"the cache holds {self.limit} tokens per row, {tokens} are needed: raise max_length"
+            )
+        self.capacity = min(self.limit, -(-tokens // self.step) * self.step)
+        for i, old in enumerate(self.kv):
+            new = old.new_zeros(2, self.rows, self.kv_heads, self.capacity, self.head_dim)
+            new[:, :, :, : old.shape[3]] = old
+            self.kv[i] = new
+
+    def write(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
+        """k and v (B, n, Hkv, D) go to the window's positions of its rows."""
+        kv = self.kv[layer]
+        rows = window.rows
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.stop, device=k.device)
+        # one indexed copy: (2, B, n, Hkv, D) rows of the (2, rows, capacity, Hkv, D) view
+        kv.transpose(2, 3)[:, rows[:, None], window.positions] = torch.stack((k, v))
+
+    def read(self, layer: int, window: Window) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, Hkv, upto, D) of the window's rows; a view when the rows are a slice."""
+        kv = self.kv[layer][:, window.rows, :, : window.upto]
+        return kv[0], kv[1]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a row's first `length` tokens to another row (closing the gap of a finished row)."""
+        for kv in self.kv:
+            kv[:, target, :, :length] = kv[:, source, :, :length]
+
+    def bytes(self) -> int:
+        """Memory held now, in bytes."""
+        return sum(kv.numel() * kv.element_size() for kv in self.kv)

@@ -1,0 +1,229 @@
+"""What the engine, the trainer and the tables know of a draft model.
+
+None of them asks which draft model it has: a draft says which hidden states it reads (`hooks`), how many
+layers of keys and values it caches (`cache_layers`), proposes tokens (`propose`) and yields the hidden
+states that training scores (`training_hidden`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from specformer.base import Base, base_fingerprint
+from specformer.cache import KVStore, Window
+from specformer.errors import UserError
+from specformer.target import Target
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+Choose = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Trainable parameters as the paper counts them (Equation 3).
+
+    shared: m_s, used by every draft position; per_position: m_p, owned by each one; base: M.
+    """
+
+    shared: int
+    per_position: int
+    draft_length: int
+    base: int
+
+    @property
+    def total(self) -> int:
+        return self.shared + self.draft_length * self.per_position
+
+    @property
+    def p(self) -> float:
+        """Growth of the compute per token, p = 1 + (m_s + l_d m_p) / M."""
+        return 1 + self.total / self.base
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What a draft model is and which base LLM it fits; saved as config.json.
+
+    kind: registered name; base_name, base_fingerprint: the LLM it was made for; hooks: indices of HS;
+    the geometry fields repeat the base's; draft_attention, positional and layers are the paper's ablations.
+    """
+
+    kind: str
+    base_name: str
+    base_fingerprint: str
+    base_parameters: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    attention_bias: bool
+    q_k_norm: bool
+    hooks: tuple[int, ...]
+    draft_length: int
+    draft_attention: str = "bidirectional"
+    positional: str = "ffn"
+    layers: int = 1
+    specformer_version: str = ""
+
+    @classmethod
+    def for_base(cls, base: Base, kind: str, hooks: tuple[int, ...], **options) -> DraftConfig:
+        """The config of a new draft for `base`; options are draft_length and the ablation switches."""
+        config, layer = base.model.config, base.model.model.layers[-1].self_attn
+        return cls(
+            kind=kind,
+            base_name=base.name,
+            base_fingerprint=base_fingerprint(base.model),
+            base_parameters=sum(p.numel() for p in base.model.parameters()),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=layer.head_dim,
+            eps=config.rms_norm_eps,
+            attention_bias=layer.q_proj.bias is not None,
+            q_k_norm=hasattr(layer, "q_norm"),
+            hooks=hooks,
+            specformer_version=version("specformer"),
+            **options,
+        )
+
+
+class Draft(nn.Module):
+    """A draft model.
+
+    cache_layers: layers of keys and values (of the base's head geometry) kept per committed token.
+    """
+
+    kinds: ClassVar[dict[str, type[Draft]]] = {}
+    cache_layers: int = 0
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config = config
+
+    @property
+    def hooks(self) -> tuple[int, ...]:
+        return self.config.hooks
+
+    @property
+    def draft_length(self) -> int:
+        return self.config.draft_length
+
+    def start_from(self, base: Base) -> None:
+        """Initialise from the base LLM's own weights; random initialisation stays where a draft has none."""
+
+    def propose(
+        self,
+        taps: Tensor,
+        last: Tensor,
+        pending: Tensor,
+        window: Window,
+        store: KVStore | None,
+        target: Target,
+        k: int,
+        choose: Choose,
+    ) -> Tensor:
+        """Draft k tokens per row after the base's own next token.
+
+        taps (B, n, hooks, H): hidden states of the n tokens just verified; their keys and values are to be
+        cached at the window's positions. last (B,) int64: each row's last accepted one among them, the only
+        position that is drafted from. pending (B,) int64: the token the base has produced after it.
+        choose(logits (B, m, V), j) gives the tokens (B, m) of draft positions j .. j + m - 1. Returns (B, k).
+        """
+        raise NotImplementedError
+
+    def training_hidden(self, taps: Tensor, rows: Tensor, columns: Tensor, target: Target) -> Tensor:
+        """Hidden states before the final norm at the anchors, for every draft position.
+
+        taps (B, T, hooks, H); rows and columns (N,) int64 name the anchors t; -> (N, draft_length, H), where
+        position j is scored against token t + 2 + j.
+        """
+        raise NotImplementedError
+
+    def position_parameters(self) -> int:
+        """m_p: parameters owned by a single draft position."""
+        return 0
+
+    def parameter_counts(self) -> ParameterCounts:
+        """m_s, m_p and, through `.p`, the paper's p."""
+        own = self.position_parameters()
+        total = sum(p.numel() for p in self.parameters())
+        return ParameterCounts(
+            total - own * self.draft_length, own, self.draft_length, self.config.base_parameters
+        )
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write config.json and model.safetensors (weights in `dtype`), each replaced atomically."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in self.state_dict().items()}
+        save_file(state, folder / (WEIGHTS + ".tmp"), metadata={"format": "pt"})
+        (folder / (CONFIG + ".tmp")).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
+        for name in (WEIGHTS, CONFIG):  # the config last: a folder with one is whole
+            (folder / (name + ".tmp")).replace(folder / name)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, base: Base) -> Draft:
+        """Load a draft in the base's dtype on its device, in eval mode.
+
+        Raises UserError when files are missing or corrupt, the kind is unknown, or the base is another one.
+        """
+        folder = Path(folder)
+        try:
+            raw = json.loads((folder / CONFIG).read_text())
+            known = {f.name for f in fields(DraftConfig)}
+            unknown = sorted(set(raw) - known)
+            if unknown:
+                raise ValueError(f"unknown settings {unknown}")
+            config = DraftConfig(**{**raw, "hooks": tuple(raw["hooks"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{folder} holds no readable draft model ({CONFIG}: {error}): train one or give its folder"
+            ) from error
+        if config.kind not in cls.kinds:
+            raise UserError(f"{folder}: unknown draft kind {config.kind!r}; known: {sorted(cls.kinds)}")
+        check_fits(config, base, folder)
+        draft = cls.kinds[config.kind](config)
+        try:
+            draft.load_state_dict(load_file(folder / WEIGHTS))
+        except Exception as error:  # safetensors raises its own types for truncated files
+            raise UserError(
+                f"{folder / WEIGHTS} is missing, corrupt or half-written ({error}): train the draft again"
+            ) from error
+        return draft.to(base.device, base.dtype).eval()
+
+
+def check_fits(config: DraftConfig, base: Base, folder: Path) -> None:
+    """Raise UserError unless the draft was made for exactly this base LLM."""
+    found = base_fingerprint(base.model)
+    if config.base_fingerprint != found:
+        raise UserError(
+            f"the draft in {folder} was made for {config.base_name} (fingerprint {config.base_fingerprint}), "
+            f"not for {base.name} ({found}): load that base, or train a draft for this one"
+        )
+
+
+def register(kind: str) -> Callable[[type[Draft]], type[Draft]]:
+    """Class decorator: make a draft model loadable under `kind`."""
+
+    def add(cls: type[Draft]) -> type[Draft]:
+        Draft.kinds[kind] = cls
+        return cls
+
+    return add
+
+
+def load_draft(folder: str | Path, base: Base) -> Draft:
+    """Load any registered draft model; see `Draft.from_pretrained`."""
+    return Draft.from_pretrained(folder, base)

@@ -1,0 +1,224 @@
+"""SpecFormer: all draft tokens in one pass, with mostly position-independent parameters (paper, Eq. 7-10).
+
+Notation: HS[i] the base's hidden state after layer i; H hidden size; l_d the draft length; t the position
+that is drafted from. Draft position j (0-based) predicts token t + 2 + j: t + 1 is the base's own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specformer.base import Base
+from specformer.cache import KVStore, Window
+from specformer.drafts.interface import Choose, Draft, DraftConfig, register
+from specformer.layers import RMSNorm, SwiGLU, cached_attention, grouped_attention, rotate
+from specformer.target import Target, fresh_window
+
+# FlashAttention-2 refuses batches above 4095; the draft attention's batch is every anchor of a batch.
+ATTENTION_SEGMENT = 3072
+
+
+class Attention(nn.Module):
+    """Projections of one self-attention with the base's head geometry (bias and q/k norm as the base has)."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.eps = config.eps
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.out = nn.Linear(config.heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_k_norm = (
+            nn.Parameter(torch.ones(config.heads + config.kv_heads, config.head_dim))
+            if config.q_k_norm
+            else None
+        )
+
+    def project(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, n, H) -> q (B, n, Hq, D), k and v (B, n, Hkv, D); RoPE where cos and sin are given."""
+        h = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)
+        qk, v = h.split((self.heads + self.kv_heads, self.kv_heads), 2)
+        if self.q_k_norm is not None:
+            qk = F.rms_norm(qk, qk.shape[-1:], None, self.eps) * self.q_k_norm
+        if cos is not None and sin is not None:
+            qk = rotate(qk, cos, sin)
+        q, k = qk.split((self.heads, self.kv_heads), 2)
+        return q, k, v
+
+    def copy_from(self, layer: nn.Module) -> None:
+        """The base layer's projections; the output starts at zero, so the block starts as the identity."""
+        projections = [layer.q_proj, layer.k_proj, layer.v_proj]
+        self.qkv.weight.data.copy_(torch.cat([m.weight for m in projections]))
+        if self.qkv.bias is not None:
+            self.qkv.bias.data.copy_(torch.cat([m.bias for m in projections]))
+        if self.q_k_norm is not None:
+            self.q_k_norm.data[: self.heads] = layer.q_norm.weight
+            self.q_k_norm.data[self.heads :] = layer.k_norm.weight
+        nn.init.zeros_(self.out.weight)
+
+
+class ContextAttention(nn.Module):
+    """Context causal attention (Equation 8): pre-norm, masked, RoPE, residual; the LLM's layer L + 1."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.eps)
+        self.attention = Attention(config)
+
+    def forward(
+        self, x: Tensor, last: Tensor | None, window: Window, store: KVStore | None, target: Target
+    ) -> Tensor:
+        """x (B, n, H) -> (B, n, H); with `last` (B,), keys and values are cached for all n tokens but only
+        the query at `last` is computed: (B, 1, H)."""
+        cos, sin = target.rotary.at(window.positions)
+        q, k, v = self.attention.project(self.norm(x), cos, sin)
+        if last is None:
+            return x + self.attention.out(cached_attention(q, k, v, store, 0, window))
+        b = torch.arange(x.shape[0], device=x.device)
+        q, x = q[b, last].unsqueeze(1), x[b, last].unsqueeze(1)
+        if store is None:
+            raise ValueError("drafting from single positions needs a cache")
+        store.write(0, window, k, v)
+        at = window.pick(last, x.dtype)
+        keys, values = store.read(0, at)
+        return x + self.attention.out(grouped_attention(q, keys, values, mask=at.mask))
+
+
+class PositionalFFN(nn.Module):
+    """RMSNorm, then linear H -> l_d * H with bias, no residual (Equation 9): the only weights that know
+    the draft position. (..., H) -> (..., l_d, H)."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.eps)
+        self.linear = nn.Linear(config.hidden_size, config.draft_length * config.hidden_size)
+        self.shape = (config.draft_length, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x)).unflatten(-1, self.shape)
+
+    def start(self) -> None:
+        """Every position starts as the identity."""
+        length, dim = self.shape
+        self.linear.weight.data.copy_(torch.eye(dim).repeat(length, 1))
+        nn.init.zeros_(self.linear.bias)
+
+
+class PositionalEmbedding(nn.Module):
+    """The ablation of Table 4: RMSNorm, plus one learned vector per draft position."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.eps)
+        self.embedding = nn.Parameter(torch.randn(config.draft_length, config.hidden_size) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).unsqueeze(-2) + self.embedding
+
+    def start(self) -> None:
+        nn.init.normal_(self.embedding, std=0.02)
+
+
+class DraftBlock(nn.Module):
+    """Attention over the l_d draft positions, then SwiGLU, both pre-norm with residual (Equation 10).
+
+    Bidirectional: no mask, no RoPE. Causal (the ablation of Table 4): masked, with RoPE.
+    """
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.causal = config.draft_attention == "causal"
+        self.norm = RMSNorm(config.hidden_size, config.eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, target: Target) -> Tensor:
+        """x (N, l_d, H) -> (N, l_d, H)."""
+        cos = sin = None
+        if self.causal:
+            cos, sin = target.rotary.at(torch.arange(x.shape[1], device=x.device)[None])
+        q, k, v = self.attention.project(self.norm(x), cos, sin)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        mixed = [
+            grouped_attention(*segment, causal=self.causal)
+            for segment in zip(*(part.split(ATTENTION_SEGMENT) for part in (q, k, v)), strict=True)
+        ]
+        x = x + self.attention.out(torch.cat(mixed) if len(mixed) > 1 else mixed[0])
+        return x + self.mlp(self.mlp_norm(x))
+
+
+@register("specformer")
+class SpecFormer(Draft):
+    """The paper's draft model: hook, grouped RMSNorm, downsampler, context causal attention, positional FFN,
+    bidirectional draft attention with SwiGLU; then the base's frozen final norm and LM head.
+
+    `layers` stacks the draft block, the part whose weights all positions share (the paper's "larger").
+    """
+
+    cache_layers = 1
+
+    def __init__(self, config: DraftConfig):
+        super().__init__(config)
+        H, groups = config.hidden_size, len(config.hooks)
+        self.grouped_norm = RMSNorm((groups, H), config.eps)
+        self.downsampler = nn.Linear(groups * H, H, bias=False)
+        self.context = ContextAttention(config)
+        self.positional = PositionalFFN(config) if config.positional == "ffn" else PositionalEmbedding(config)
+        self.blocks = nn.ModuleList(DraftBlock(config) for _ in range(config.layers))
+
+    def start_from(self, base: Base) -> None:
+        """Begin from what the base knows: the downsampler passes HS[L] through, every draft position is the
+        identity, attention and feed-forward weights are the last layer's with zeroed outputs. The draft then
+        starts by predicting what the base's own head predicts, and learns to look ahead from there."""
+        H = self.config.hidden_size
+        last = self.config.hooks.index(max(self.config.hooks))
+        nn.init.zeros_(self.downsampler.weight)
+        self.downsampler.weight.data[:, last * H : (last + 1) * H] = torch.eye(H)
+        layer = base.model.model.layers[-1]
+        self.context.attention.copy_from(layer.self_attn)
+        self.context.norm.weight.data.copy_(layer.input_layernorm.weight)
+        self.positional.start()
+        for block in self.blocks:
+            block.attention.copy_from(layer.self_attn)
+            block.norm.weight.data.copy_(layer.input_layernorm.weight)
+            block.mlp_norm.weight.data.copy_(layer.post_attention_layernorm.weight)
+            block.mlp.gate.weight.data.copy_(layer.mlp.gate_proj.weight)
+            block.mlp.up.weight.data.copy_(layer.mlp.up_proj.weight)
+            nn.init.zeros_(block.mlp.down.weight)
+
+    def downsample(self, taps: Tensor) -> Tensor:
+        """Grouped RMSNorm and downsampler (Equation 7): (B, n, groups, H) -> (B, n, H)."""
+        return self.downsampler(self.grouped_norm(taps).flatten(-2))
+
+    def draft(self, x: Tensor, target: Target) -> Tensor:
+        """Positional FFN and draft blocks (Equations 9, 10): (N, H) -> (N, l_d, H), before the final norm."""
+        h = self.positional(x)
+        for block in self.blocks:
+            h = block(h, target)
+        return h
+
+    @torch.no_grad()
+    def propose(
+        self,
+        taps: Tensor,
+        last: Tensor,
+        pending: Tensor,
+        window: Window,
+        store: KVStore | None,
+        target: Target,
+        k: int,
+        choose: Choose,
+    ) -> Tensor:
+        x = self.context(self.downsample(taps), last, window, store, target)
+        return choose(target.logits(self.draft(x[:, 0], target)[:, :k]), 0)
+
+    def training_hidden(self, taps: Tensor, rows: Tensor, columns: Tensor, target: Target) -> Tensor:
+        x = self.context(self.downsample(taps), None, fresh_window(taps[:, :, 0, 0]), None, target)
+        return self.draft(x[rows, columns], target)
+
+    def position_parameters(self) -> int:
+        H = self.config.hidden_size
+        return H * H + H if self.config.positional == "ffn" else H

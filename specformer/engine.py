@@ -1,0 +1,456 @@
+"""The decoding engine: requests in, results out. Prefill -> draft -> verify -> commit, ragged over rows.
+
+Plain decoding is the engine without a draft model (k = 0): the same loop, cache and matmuls. The engine
+knows nothing of any particular draft model (`specformer.drafts.interface`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from specformer import sampling
+from specformer.base import Base
+from specformer.cache import Window
+from specformer.drafts.interface import Draft
+from specformer.errors import UserError
+from specformer.target import Target, linear
+
+FinishReason = Literal["stop", "stop_string", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    max_new_tokens caps the answer exactly; temperature 0 is greedy; top_k 0 and top_p 1 are off; seed fixes
+    the draw whatever else is in the batch; stop: strings that end the text (cut before it); stop_token_ids
+    come on top of the base LLM's own end tokens.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def check(self, max_length: int) -> None:
+        """Raise UserError naming what cannot be decoded."""
+        name = f"request {self.id!r}"
+        if not self.prompt_ids:
+            raise UserError(f"{name}: the prompt is empty: give at least one token")
+        if self.max_new_tokens < 1:
+            raise UserError(f"{name}: max_new_tokens is {self.max_new_tokens}: give at least 1")
+        need = len(self.prompt_ids) + self.max_new_tokens
+        if need > max_length:
+            raise UserError(
+                f"{name}: {len(self.prompt_ids)} prompt tokens + {self.max_new_tokens} new tokens = {need}, "
+                f"a row of the cache holds {max_length}: shorten the request or raise max_length"
+            )
+        if not self.temperature >= 0:
+            raise UserError(f"{name}: temperature is {self.temperature}: give 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"{name}: top_p is {self.top_p}: give a value in (0, 1]")
+        if self.top_k < 0:
+            raise UserError(f"{name}: top_k is {self.top_k}: give 0 (off) or more")
+        if any(not s for s in self.stop):
+            raise UserError(f"{name}: a stop string is empty: it would stop at once")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One verification of one row: `committed = accepted + 1 - truncated` tokens entered the output.
+
+    accepted counts draft tokens in the output (never beyond a stop or the cap); truncated is 1 when the
+    base's own token after them fell away because the row had ended.
+    """
+
+    drafted: int
+    accepted: int
+    committed: int
+    truncated: int
+
+
+@dataclass
+class Result:
+    """A finished request. ids are the new tokens, the stop token included; text is without special tokens
+    and without the stop string. The first token comes from the prefill: len(ids) = 1 + sum(committed)."""
+
+    id: str
+    prompt_ids: list[int]
+    ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    steps: list[Step]
+
+
+@dataclass
+class EngineStats:
+    """Since the engine was made: seconds by phase, verify steps, requests whose prompt has run, tokens."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    rest: float = 0.0
+    steps: int = 0
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.draft + self.verify + self.rest
+
+
+@dataclass
+class Row:
+    """A request in a slot of the batch; prefilled counts the prompt tokens that are in the cache."""
+
+    request: Request
+    result: Result
+    stops: frozenset[int]
+    uniform: Tensor | None = None
+    prefilled: int = 0
+    decoding: bool = False
+    finished: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache that count: all but the pending one (the device's `length`, known here too)."""
+        return self.prefilled + max(0, len(self.result.ids) - 1)
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Give every linear of a draft model the same inference matmul as the base LLM (`target.linear`)."""
+    for m in module.modules():
+        if isinstance(m, nn.Linear):
+            m.forward = linear(m.weight.data, None if m.bias is None else m.bias.data)
+
+
+class Engine:
+    """Decodes requests in a batch of `batch_size` slots; finished slots are refilled at once.
+
+    base: the LLM; draft: a draft model made for it, or None; k: draft tokens per step, 0..draft_length;
+    max_length: most tokens (prompt + new) of one row; prefill_chunk: most prompt tokens per prefill pass;
+    sample_drafts: draw drafts from the draft's own distribution (ratio rule) instead of its argmax, for
+    requests with a temperature; target: a prepared `Target` of the same base, to share its packed weights.
+    Raises UserError for a k the draft cannot give, or a max_length the base cannot reach.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        draft: Draft | None = None,
+        *,
+        k: int = 0,
+        batch_size: int = 1,
+        max_length: int = 2048,
+        prefill_chunk: int = 2048,
+        sample_drafts: bool = False,
+        target: Target | None = None,
+    ):
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}: give at least 1")
+        most = 0 if draft is None else draft.draft_length
+        if not 0 <= k <= most:
+            reason = "without a draft model only 0 is possible" if draft is None else f"0..{most}"
+            raise UserError(f"k is {k}: {reason}")
+        if max_length > base.max_positions:
+            raise UserError(f"max_length is {max_length}: {base.name} reaches {base.max_positions} positions")
+        self.base, self.k, self.batch_size = base, k, batch_size
+        self.draft = draft if k else None
+        self.max_length, self.prefill_chunk = max_length, prefill_chunk
+        self.sample_drafts = sample_drafts
+        limit = max_length + k + 1  # a step writes k + 1 tokens before it learns where the row ends
+        self.target = target or Target(base, limit)
+        if self.target.max_length < limit:
+            raise UserError(f"the shared target tabulates {self.target.max_length} positions, not {limit}")
+        self.store = self.target.new_store(batch_size, limit)
+        self.draft_store, self.hooks = None, ()
+        if self.draft is not None:
+            self.hooks = self.draft.hooks
+            pack_linears(self.draft)
+            if self.draft.cache_layers:
+                self.draft_store = self.target.new_store(batch_size, limit, self.draft.cache_layers)
+        self.stats = EngineStats()
+
+        # what the next step starts from, one entry a slot, on the device
+        integers = {"dtype": torch.long, "device": base.device}
+        self._length = torch.zeros(batch_size, **integers)
+        self._pending = torch.zeros(batch_size, **integers)
+        self._drafts = torch.zeros(batch_size, k, **integers)
+        self._q: Tensor | None = None  # (slots, k, V) draft distributions, for the ratio rule
+
+    # ---------------------------------------------------------------- the loop
+
+    @torch.no_grad()
+    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+        """Yield results in the order they finish.
+
+        Requests are taken as slots become free. A list is checked whole before any work starts, an iterator
+        request by request; both raise UserError naming the request.
+        """
+        if isinstance(requests, list):
+            for request in requests:
+                request.check(self.max_length)
+        waiting = iter(requests)
+        slots: list[Row] = []
+        while True:
+            with self._timed("rest"):
+                while len(slots) < self.batch_size and (request := next(waiting, None)) is not None:
+                    slots.append(self._admit(request, len(slots)))
+            if not slots:
+                return
+            self._prefill(slots)
+            yield from self._retire(slots)
+            if any(row.decoding for row in slots):
+                self._step(slots)
+                yield from self._retire(slots)
+
+    @contextmanager
+    def _timed(self, phase: str):
+        """Add the seconds of the block to a phase; on a GPU the device is waited for, so phases are true."""
+        start = time.perf_counter()
+        yield
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
+        setattr(self.stats, phase, getattr(self.stats, phase) + time.perf_counter() - start)
+
+    def _admit(self, request: Request, slot: int) -> Row:
+        request.check(self.max_length)
+        result = Result(request.id, request.prompt_ids, [], "", "length", [])
+        stops = frozenset(self.base.stop_token_ids) | frozenset(request.stop_token_ids)
+        uniform = None
+        if request.temperature > 0:
+            # a request's draws depend on its seed and the token's position alone, never on the batch
+            generator = torch.Generator().manual_seed(request.seed)
+            count = request.max_new_tokens + self.k + 1
+            uniform = torch.rand(count, 3, generator=generator, dtype=torch.float64)
+            uniform = uniform.to(self.base.device)
+        self._length[slot] = 0
+        self.stats.prompt_tokens += len(request.prompt_ids)
+        return Row(request, result, stops, uniform)
+
+    def _retire(self, slots: list[Row]) -> Iterator[Result]:
+        """Yield finished rows; the last row moves into each gap, so that the active rows stay the first
+        ones and the cache is read as a view."""
+        for slot in range(len(slots) - 1, -1, -1):
+            row = slots[slot]
+            if not row.finished:
+                continue
+            last = slots.pop()
+            if last is not row:
+                with self._timed("rest"):
+                    slots[slot] = last
+                    self._move(len(slots), slot, last.length)
+            yield row.result
+
+    def _move(self, source: int, target: int, length: int) -> None:
+        for store in (self.store, self.draft_store):
+            if store is not None:
+                store.move(source, target, length)
+        for tensor in (self._length, self._pending, self._drafts, self._q):
+            if tensor is not None:
+                tensor[target] = tensor[source]
+
+    def _ensure(self, tokens: int) -> None:
+        self.store.ensure(tokens)
+        if self.draft_store is not None:
+            self.draft_store.ensure(tokens)
+
+    # ---------------------------------------------------------------- prefill
+
+    def _prefill(self, slots: list[Row]) -> None:
+        """Run newcomers' prompts, right-padded together, in passes of at most `prefill_chunk` tokens. While
+        other rows decode, one iteration spends at most that much, so they are never stalled for long."""
+        spent, others = 0, any(row.decoding for row in slots)
+        while True:
+            left = {
+                s: len(row.request.prompt_ids) - row.prefilled
+                for s, row in enumerate(slots)
+                if not row.decoding
+            }
+            if not left or (others and spent >= self.prefill_chunk):
+                return
+            # longest first: rows of one pass have similar lengths, so little of it is padding
+            order = sorted(left, key=lambda s: -left[s])
+            n = min(left[order[0]], self.prefill_chunk)
+            chosen = order[: max(1, self.prefill_chunk // n)]
+            spent += n * len(chosen)
+            with self._timed("prefill"):
+                self._prefill_pass(slots, chosen, n)
+
+    def _prefill_pass(self, slots: list[Row], chosen: list[int], n: int) -> None:
+        device, rows = self.base.device, [slots[s] for s in chosen]
+        parts = [row.request.prompt_ids[row.prefilled : row.prefilled + n] for row in rows]
+        upto = n + max(row.prefilled for row in rows)
+        fresh = all(row.prefilled == 0 for row in rows)
+        ids = torch.tensor([part + [0] * (n - len(part)) for part in parts], device=device)
+        start = torch.tensor([row.prefilled for row in rows], device=device)
+        last = torch.tensor([len(part) - 1 for part in parts], device=device)
+        index = torch.tensor(chosen, device=device)
+        self._ensure(upto)
+
+        window = Window.at(index, start, n, upto, self.base.dtype, fresh)
+        hidden, taps = self.target.forward(ids, window, self.store, self.hooks)
+        b = torch.arange(len(rows), device=device)
+        logits = self.target.logits(hidden[b, last].unsqueeze(1))
+        token = self._choose(rows, logits)[:, 0]
+        self._length[index] = start + last + 1
+        self._pending[index] = token
+        self._propose(rows, index, taps, last, token, window)
+
+        for row, part, first in zip(rows, parts, token.tolist(), strict=True):
+            row.prefilled += len(part)
+            if row.prefilled == len(row.request.prompt_ids):
+                row.decoding = True
+                self.stats.requests += 1
+                self._commit(row, [first])
+
+    # ---------------------------------------------------------------- draft, verify, commit
+
+    def _step(self, slots: list[Row]) -> None:
+        B, k = len(slots), self.k
+        with self._timed("verify"):
+            upto = max(row.length for row in slots) + k + 1
+            self._ensure(upto)
+            window = Window.at(slice(0, B), self._length[:B], k + 1, upto, self.base.dtype, False)
+            drafts = self._drafts[:B]
+            ids = torch.cat((self._pending[:B, None], drafts), 1)
+            hidden, taps = self.target.forward(ids, window, self.store, self.hooks)
+            logits = self.target.logits(hidden)
+            accepted, token = self._verify(slots, logits, drafts)
+            run = torch.cat((drafts, token[:, None]), 1).scatter_(1, accepted[:, None], token[:, None])
+            advance = accepted + 1
+            if not all(row.decoding for row in slots):  # rows amid their prompt only keep their place
+                active = torch.tensor([row.decoding for row in slots], device=advance.device)
+                advance = advance * active
+            self._length[:B] += advance
+            self._pending[:B] = token
+        with self._timed("draft"):
+            self._propose(slots, slice(0, B), taps, accepted, token, window)
+        with self._timed("rest"):
+            host = torch.cat((accepted[:, None], run), 1).tolist()  # the one synchronisation of a step
+            for row, (a, *tokens) in zip(slots, host, strict=True):
+                if row.decoding:
+                    committed = self._commit(row, tokens[: a + 1])
+                    kept = min(a, committed)
+                    row.result.steps.append(Step(k, kept, committed, kept + 1 - committed))
+            self.stats.steps += 1
+
+    def _verify(self, rows: list[Row], logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        """logits (B, k + 1, V), drafts (B, k) -> accepted (B,), the base's own next token (B,)."""
+        choice = self._choose(rows, logits)
+        accepted = sampling.match(choice, drafts)
+        token = choice.gather(1, accepted[:, None])[:, 0]
+        drawn = self._drawn(rows) if self.k and self.sample_drafts else []
+        if drawn and self._q is not None:
+            p, uniform = self._distribution(rows, drawn, logits)
+            accepted[drawn], token[drawn] = sampling.ratio_rule(
+                p, self._q[drawn], drafts[drawn], uniform[:, :-1, 1], uniform[..., 0]
+            )
+        return accepted, token
+
+    def _propose(
+        self,
+        rows: list[Row],
+        index: slice | Tensor,
+        taps: Tensor | None,
+        last: Tensor,
+        pending: Tensor,
+        window: Window,
+    ) -> None:
+        if self.draft is None or taps is None:
+            return
+
+        def choose(logits: Tensor, j: int) -> Tensor:
+            tokens = logits.argmax(-1)
+            drawn = self._drawn(rows) if self.sample_drafts else []
+            if drawn:
+                if self._q is None:
+                    self._q = logits.new_zeros(self.batch_size, self.k, logits.shape[-1], dtype=torch.float32)
+                # the pending token is drawn but not committed yet, hence the 1
+                q, uniform = self._distribution(rows, drawn, logits, ahead=1 + j)
+                tokens[drawn] = sampling.draw(q, uniform[..., 2])
+                slots = torch.arange(self.batch_size, device=logits.device)[index][drawn]
+                self._q[slots, j : j + logits.shape[1]] = q
+            return tokens
+
+        self._drafts[index] = self.draft.propose(
+            taps, last, pending, window, self.draft_store, self.target, self.k, choose
+        )
+
+    @staticmethod
+    def _drawn(rows: list[Row]) -> list[int]:
+        return [b for b, row in enumerate(rows) if row.uniform is not None]
+
+    def _choose(self, rows: list[Row], logits: Tensor) -> Tensor:
+        """The base LLM's own tokens (B, n) from logits (B, n, V): argmax, or drawn where a row asks so."""
+        choice = logits.argmax(-1)
+        drawn = self._drawn(rows)
+        if drawn:
+            p, uniform = self._distribution(rows, drawn, logits)
+            choice[drawn] = sampling.draw(p, uniform[..., 0])
+        return choice
+
+    def _distribution(
+        self, rows: list[Row], drawn: list[int], logits: Tensor, ahead: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """float32 probabilities (R, n, V) and the uniforms (R, n, 3) of the rows that sample."""
+        asked = [rows[b].request for b in drawn]
+        device, n = logits.device, logits.shape[1]
+        p = sampling.distribution(
+            logits[drawn],
+            torch.tensor([r.temperature for r in asked], device=device),
+            torch.tensor([r.top_k for r in asked], device=device),
+            torch.tensor([r.top_p for r in asked], device=device),
+        )
+        uniform = []
+        for b in drawn:
+            numbers, at = rows[b].uniform, len(rows[b].result.ids) + ahead
+            assert numbers is not None
+            uniform.append(numbers[at : at + n])
+        return p, torch.nn.utils.rnn.pad_sequence(uniform, batch_first=True)
+
+    def _commit(self, row: Row, tokens: list[int]) -> int:
+        """Append tokens one by one until the row ends; returns how many entered the output."""
+        result, request = row.result, row.request
+        before = len(result.ids)
+        for token in tokens:
+            result.ids.append(token)
+            reason = self._ended(row)
+            if reason is not None:
+                result.finish_reason, row.finished = reason, True
+                result.text = self._text(result.ids)
+                if reason == "stop_string":
+                    cuts = [result.text.find(s) for s in request.stop]
+                    result.text = result.text[: min(c for c in cuts if c >= 0)]
+                break
+        count = len(result.ids) - before
+        self.stats.tokens += count
+        return count
+
+    def _ended(self, row: Row) -> FinishReason | None:
+        ids, request = row.result.ids, row.request
+        if ids[-1] in row.stops:
+            return "stop"
+        if request.stop:
+            # a token is at least a byte, so a string completed by this token lies in this many last ones;
+            # a few more keep characters of several bytes whole
+            tail = self._text(ids[-(max(len(s.encode()) for s in request.stop) + 8) :])
+            if any(s in tail for s in request.stop) and any(s in self._text(ids) for s in request.stop):
+                return "stop_string"
+        return "length" if len(ids) == request.max_new_tokens else None
+
+    def _text(self, ids: list[int]) -> str:
+        return self.base.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

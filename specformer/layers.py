@@ -1,0 +1,108 @@
+"""Building blocks shared by the base LLM's forward pass and the draft models.
+
+Shapes use B rows, n tokens per row, H hidden size, Hq query heads, Hkv key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specformer.cache import KVStore, Window
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension, in the input's dtype with the mean square in float32.
+
+    dim: H, or (groups, H) for one scale vector per group (the grouped RMSNorm of the paper, Equation 7);
+    scales start at 1. Input (..., *dim), output of the same shape and dtype.
+    """
+
+    def __init__(self, dim: int | tuple[int, int], eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # the cast matters under autocast: float32 scales would lift the whole stream to float32
+        return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight.to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, the base LLM's feed-forward shape; (..., H) -> (..., H)."""
+
+    def __init__(self, dim: int, intermediate: int):
+        super().__init__()
+        self.gate = nn.Linear(dim, intermediate, bias=False)
+        self.up = nn.Linear(dim, intermediate, bias=False)
+        self.down = nn.Linear(intermediate, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE in the half-split layout of Llama and Qwen.
+
+    x (B, n, heads, D); cos and sin (B, n, 1, D) in x's dtype, sin with its first half negated
+    (`RotaryTable` makes it so), which turns "rotate half" into one roll.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class RotaryTable:
+    """cos and sin for every position up to `length`, from the base LLM's own rotary embedding.
+
+    Asking the model's module keeps rope_theta and every static scaling rule (linear, llama3, yarn)
+    exactly as transformers computes them.
+    """
+
+    def __init__(self, rotary: nn.Module, length: int, dtype: torch.dtype, device: torch.device):
+        positions = torch.arange(length, device=device)[None]
+        cos, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), positions)
+        half = sin.shape[-1] // 2
+        self.cos = cos[0].to(dtype)
+        self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).to(dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions (B, n) int64 -> cos, sin, each (B, n, 1, D)."""
+        return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
+
+
+def grouped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Scaled dot-product attention with grouped key/value heads.
+
+    q (B, n, Hq, D), k and v (B, Hkv, S, D), mask additive (B, 1, n, S) in q's dtype -> (B, n, Hq * D).
+    With a mask the query heads of one group are laid along the query axis, so keys and values are read
+    once per group and never repeated.
+    """
+    B, n, Hq, D = q.shape
+    Hkv = k.shape[1]
+    groups = Hq // Hkv
+    if mask is None:
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=causal, enable_gqa=groups > 1)
+        return out.transpose(1, 2).reshape(B, n, Hq * D)
+    S = k.shape[2]
+    q = q.view(B, n, Hkv, groups, D).permute(0, 2, 3, 1, 4).reshape(B, Hkv, groups * n, D)
+    mask = mask.unsqueeze(2).expand(-1, 1, groups, n, S).reshape(B, 1, groups * n, S)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.view(B, Hkv, groups, n, D).permute(0, 3, 1, 2, 4).reshape(B, n, Hq * D)
+
+
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, store: KVStore | None, layer: int, window: Window
+) -> Tensor:
+    """Attend from the window's n new tokens over everything committed before and themselves.
+
+    q (B, n, Hq, D), k and v (B, n, Hkv, D). The new keys and values are written to `store` at the rows'
+    own positions. Rows whose window begins at 0 need no cache read: plain causal attention serves.
+    """
+    if store is not None:
+        store.write(layer, window, k, v)
+    if store is None or window.fresh:
+        return grouped_attention(q, k.transpose(1, 2), v.transpose(1, 2), causal=q.shape[1] > 1)
+    keys, values = store.read(layer, window)
+    return grouped_attention(q, keys, values, mask=window.mask)

@@ -1,0 +1,175 @@
+"""The base LLM's forward pass, ragged and lean: what the engine verifies with and training reads from.
+
+transformers' weights, run by a plain loop over layers: fused query/key/value and gate/up matmuls, one mask
+and one RoPE look-up per step instead of one per layer, hidden states tapped where a draft model wants them.
+Float32 results equal transformers' own (tests/test_target.py). Llama, Qwen2 and Qwen3 shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specformer.base import Base
+from specformer.cache import KVStore, Window
+from specformer.layers import RotaryTable, cached_attention, rotate
+
+Linear = Callable[[Tensor], Tensor]
+
+
+def fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Stack the weights (and biases) of linears that read the same input; the originals become views of
+    the stacked tensor, so no memory is used twice."""
+    if len(linears) == 1:
+        return linears[0].weight.data, None if linears[0].bias is None else linears[0].bias.data
+    weight = torch.cat([m.weight.data for m in linears])
+    bias = None if linears[0].bias is None else torch.cat([m.bias.data for m in linears])
+    start = 0
+    for m in linears:
+        stop = start + m.out_features
+        m.weight.data = weight[start:stop]
+        if bias is not None:
+            m.bias.data = bias[start:stop]
+        start = stop
+    return weight, bias
+
+
+def packed_matmul_available(weight: Tensor) -> bool:
+    """Whether oneDNN's prepacked matmul serves this weight: bfloat16 on a CPU that has it."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """`x -> x @ weight.T + bias` for inference.
+
+    On a bfloat16 CPU the weight is reordered once into oneDNN's blocked layout: plain `F.linear` reorders it
+    on every call, which costs 1.2-2x at decoding sizes. The packed copy doubles this weight's memory.
+    """
+    if not packed_matmul_available(weight):
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    run = torch.ops.mkldnn._linear_pointwise
+    return lambda x: run(x, packed, bias, "none", [], "")
+
+
+@dataclass
+class Layer:
+    """One decoder layer's weights, ready to run. q_k_norm: Qwen3's per-head scales (Hq + Hkv, D)."""
+
+    norm: Tensor
+    qkv: Linear
+    q_k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Target:
+    """Runs a base LLM over ragged rows.
+
+    base: the frozen LLM; max_length: positions for which RoPE is tabulated.
+    """
+
+    def __init__(self, base: Base, max_length: int = 4096):
+        model = base.model
+        config = model.config
+        self.base, self.config = base, config
+        self.dtype, self.device = base.dtype, base.device
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.eps = config.rms_norm_eps
+        self.max_length = max_length
+        self.rotary = RotaryTable(model.model.rotary_emb, max_length, self.dtype, self.device)
+        self.embedding = model.model.embed_tokens.weight
+        self.final_norm = model.model.norm.weight
+        self.head_weight = model.lm_head.weight
+        self.head = linear(self.head_weight)
+        self.layers = [self._prepare(layer) for layer in model.model.layers]
+
+    def _prepare(self, layer) -> Layer:
+        a, m = layer.self_attn, layer.mlp
+        q_k_norm = None
+        if hasattr(a, "q_norm"):
+            q_k_norm = torch.cat(
+                (
+                    a.q_norm.weight.expand(self.heads, -1),
+                    a.k_norm.weight.expand(self.kv_heads, -1),
+                )
+            )
+        return Layer(
+            norm=layer.input_layernorm.weight,
+            qkv=linear(*fuse([a.q_proj, a.k_proj, a.v_proj])),
+            q_k_norm=q_k_norm,
+            out=linear(*fuse([a.o_proj])),
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gate_up=linear(*fuse([m.gate_proj, m.up_proj])),
+            down=linear(*fuse([m.down_proj])),
+        )
+
+    def new_store(self, rows: int, limit: int, layers: int | None = None) -> KVStore:
+        """A key/value store of the LLM's head geometry for `rows` rows of at most `limit` tokens."""
+        count = len(self.layers) if layers is None else layers
+        return KVStore(count, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The LLM's final RMSNorm."""
+        return F.rms_norm(x, x.shape[-1:], self.final_norm, self.eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Pre-norm hidden states (..., H) -> logits (..., V) through the final norm and LM head, in the
+        model's dtype."""
+        return self.head(self.norm(hidden))
+
+    @torch.no_grad()
+    def forward(
+        self, ids: Tensor, window: Window, store: KVStore | None = None, hooks: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """ids (B, n) at the window's positions -> last hidden state before the final norm (B, n, H) and
+        the tapped hidden states (B, n, len(hooks), H), or None without hooks.
+
+        hooks: indices i of HS[i], 0 the embedding and i the output of layer i. HS[L] is the last layer's own
+        output, before the final norm (transformers' hidden_states[-1] is after it)."""
+        B, n = ids.shape
+        cos, sin = self.rotary.at(window.positions)
+        rotated = self.heads + self.kv_heads
+        x = F.embedding(ids, self.embedding)
+        states = {0: x}
+        for i, layer in enumerate(self.layers):
+            h = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.norm, self.eps))
+            h = h.view(B, n, rotated + self.kv_heads, self.head_dim)
+            qk = h[:, :, :rotated]
+            if layer.q_k_norm is not None:
+                qk = F.rms_norm(qk, qk.shape[-1:], None, self.eps) * layer.q_k_norm
+            qk = rotate(qk, cos, sin)
+            q, k, v = qk[:, :, : self.heads], qk[:, :, self.heads :], h[:, :, rotated:]
+            x = x + layer.out(cached_attention(q, k, v, store, i, window))
+            h = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.mlp_norm, self.eps))
+            gate, up = h.chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up)
+            if i + 1 in hooks:
+                states[i + 1] = x
+        taps = torch.stack([states[i] for i in hooks], 2) if hooks else None
+        return x, taps
+
+    def encode(self, ids: Tensor, hooks: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """`forward` over whole right-padded sequences (B, n) without a cache: causal attention makes the
+        padding harmless, so no mask is needed."""
+        return self.forward(ids, fresh_window(ids), hooks=hooks)
+
+
+def fresh_window(ids: Tensor) -> Window:
+    """The window of whole sequences (B, n) that begin at position 0."""
+    B, n = ids.shape
+    start = torch.zeros(B, dtype=torch.long, device=ids.device)
+    return Window.at(slice(0, B), start, n, n, torch.float32, fresh=True)

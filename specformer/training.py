@@ -1,0 +1,461 @@
+"""The one training loop, for every draft model: frozen base, answer-token loss, resumable.
+
+A step takes `sequences_per_step` dialogues, sorted by length into right-padded micro-batches. The base runs
+without attention mask (causal attention makes right padding harmless). The loss is the mean over draft
+positions of the mean cross-entropy at that position (Equation 6b), over all labels of the step, so neither
+padding nor the split into micro-batches nor the number of processes changes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
+
+from specformer.base import DTYPES, Base
+from specformer.drafts.interface import Draft
+from specformer.errors import UserError
+from specformer.losses import head_loss
+from specformer.progress import Progress
+from specformer.target import Target
+
+Row = dict[str, Any]
+LOG, CHECKPOINT, DONE = "log.jsonl", "checkpoint", "summary.json"
+
+
+@dataclass
+class Sequence_:
+    """One dialogue ready to train on: token ids (T,) and the anchors t it contributes, in random order."""
+
+    id: str
+    ids: Tensor
+    anchors: Tensor
+
+
+def answer_anchors(prompt_length: int, total: int) -> range:
+    """Positions t to draft from: x_{t+1} is an answer token and t + 2 is one too.
+
+    The first is the last prompt token, from which decoding drafts after the prefill.
+    """
+    return range(prompt_length - 1, total - 2)
+
+
+def draft_labels(ids: Tensor, rows: Tensor, columns: Tensor, lengths: Tensor, draft_length: int) -> Tensor:
+    """Labels (N, draft_length): token t + 2 + j of the row, -100 beyond its length.
+
+    ids (B, T); rows, columns (N,) name the anchors t; lengths (B,).
+    """
+    at = columns[:, None] + 2 + torch.arange(draft_length, device=ids.device)
+    inside = at < lengths[rows, None]
+    return torch.where(inside, ids[rows[:, None], at.clamp(max=ids.shape[1] - 1)], -100)
+
+
+def thin(labels: Tensor, decay: float) -> Tensor:
+    """Keep labels of position j at only a share decay^j of the anchors (which come in random order).
+
+    Late positions are rarely reached, and each costs a pass over the LM head; their mean stays unbiased.
+    """
+    N, length = labels.shape
+    keep = torch.tensor([math.ceil(N * decay**j) for j in range(length)], device=labels.device)
+    return labels.masked_fill(torch.arange(N, device=labels.device)[:, None] >= keep, -100)
+
+
+@dataclass
+class Batch:
+    """A right-padded micro-batch: ids (B, T), lengths (B,), anchors rows/columns (N,), labels (N, l_d)."""
+
+    names: list[str]
+    ids: Tensor
+    rows: Tensor
+    columns: Tensor
+    labels: Tensor
+    tokens: int
+
+
+def make_batch(
+    sequences: Sequence[Sequence_], draft_length: int, decay: float, device: torch.device
+) -> Batch:
+    """Pad sequences to their longest and lay out anchors and labels."""
+    lengths = torch.tensor([len(s.ids) for s in sequences])
+    ids = torch.nn.utils.rnn.pad_sequence([s.ids for s in sequences], batch_first=True)
+    rows = torch.cat([torch.full_like(s.anchors, b) for b, s in enumerate(sequences)])
+    columns = torch.cat([s.anchors for s in sequences])
+    order = torch.argsort(columns * 2654435761 % 2**31 + rows)  # mix rows, so that thinning is fair
+    rows, columns = rows[order], columns[order]
+    labels = thin(draft_labels(ids, rows, columns, lengths, draft_length), decay)
+    return Batch(
+        [s.id for s in sequences],
+        ids.to(device),
+        rows.to(device),
+        columns.to(device),
+        labels.to(device),
+        int(lengths.sum()),
+    )
+
+
+def choose_sequences(rows: Sequence[Row], max_length: int) -> list[Row]:
+    """Rows that have at least one anchor once cut to `max_length` tokens."""
+    return [r for r in rows if len(answer_anchors(len(r["prompt_ids"]), _total(r, max_length))) > 0]
+
+
+def _total(row: Row, max_length: int) -> int:
+    return min(max_length, len(row["prompt_ids"]) + len(row["answer_ids"]))
+
+
+class Schedule:
+    """Which dialogues make up step s, and where their anchors are: a function of (seed, s) alone, so that a
+    resumed run needs no random state."""
+
+    def __init__(
+        self, rows: Sequence[Row], per_step: int, epochs: float, max_length: int, fraction: float, seed: int
+    ):
+        self.rows, self.per_step, self.max_length = rows, per_step, max_length
+        self.fraction, self.seed = fraction, seed
+        self.steps_per_epoch = max(1, math.ceil(len(rows) / per_step))
+        self.steps = max(1, round(self.steps_per_epoch * epochs))
+
+    def step(self, s: int) -> list[Sequence_]:
+        epoch, inside = divmod(s, self.steps_per_epoch)
+        order = torch.randperm(len(self.rows), generator=_generator(self.seed, epoch, 0)).tolist()
+        picked = order[inside * self.per_step : (inside + 1) * self.per_step]
+        generator = _generator(self.seed, s, 1)
+        return [self._sequence(self.rows[i], generator) for i in picked]
+
+    def _sequence(self, row: Row, generator: torch.Generator) -> Sequence_:
+        total = _total(row, self.max_length)
+        ids = torch.tensor((list(row["prompt_ids"]) + list(row["answer_ids"]))[:total])
+        candidates = torch.tensor(list(answer_anchors(len(row["prompt_ids"]), total)))
+        count = max(1, round(self.fraction * len(candidates)))
+        keep = torch.randperm(len(candidates), generator=generator)[:count]
+        return Sequence_(row["id"], ids, candidates[keep])
+
+
+def _generator(*parts: int) -> torch.Generator:
+    seed = 0
+    for part in parts:
+        seed = (seed * 1_000_003 + part + 1) % (2**63 - 1)
+    return torch.Generator().manual_seed(seed)
+
+
+def micro_batches(
+    sequences: list[Sequence_], size: int, draft_length: int, decay: float, device: torch.device
+) -> list[Batch]:
+    """Length-bucketed micro-batches of a step, longest first."""
+    ordered = sorted(sequences, key=lambda s: (-len(s.ids), s.id))
+    return [
+        make_batch(ordered[i : i + size], draft_length, decay, device) for i in range(0, len(ordered), size)
+    ]
+
+
+class DraftForward(torch.nn.Module):
+    """`training_hidden` as a forward, so that Accelerate (and through it DDP) can wrap the draft."""
+
+    def __init__(self, draft: Draft):
+        super().__init__()
+        self.draft = draft
+
+    def forward(self, taps: Tensor, rows: Tensor, columns: Tensor, target: Target) -> Tensor:
+        return self.draft.training_hidden(taps, rows, columns, target)
+
+
+@torch.no_grad()
+def validate(draft: Draft, target: Target, rows: Sequence[Row], max_length: int) -> dict[str, Any]:
+    """Teacher-forced acceptance on the base's own greedy answers.
+
+    Where every answer is what the base would say, a draft token is accepted exactly if it equals the
+    answer's; walking each answer by its accepted runs therefore gives the tokens_per_step of decoding.
+    Returns accuracy (list, share of right tokens per draft position) and tokens_per_step.
+    """
+    length, device = draft.draft_length, target.device
+    right = torch.zeros(length, dtype=torch.long)
+    seen = torch.zeros(length, dtype=torch.long)
+    tokens = steps = 0
+    for row in rows:
+        total = _total(row, max_length)
+        ids = torch.tensor((list(row["prompt_ids"]) + list(row["answer_ids"]))[:total])
+        columns = torch.tensor(list(answer_anchors(len(row["prompt_ids"]), total)))
+        zeros = torch.zeros_like(columns)
+        labels = draft_labels(ids[None], zeros, columns, torch.tensor([total]), length)
+        _, taps = target.encode(ids[None].to(device), draft.hooks)
+        assert taps is not None
+        hidden = draft.training_hidden(taps, zeros.to(device), columns.to(device), target)
+        guess = torch.cat([target.logits(h).argmax(-1) for h in hidden.to(target.dtype).split(256)]).cpu()
+        hit = guess == labels
+        right += hit.sum(0)
+        seen += (labels >= 0).sum(0)
+        accepted = hit.long().cumprod(1).sum(1).tolist()
+        at = 0
+        while at < len(accepted):
+            tokens += accepted[at] + 1
+            steps += 1
+            at += accepted[at] + 1
+    return {
+        "accuracy": (right / seen.clamp(min=1)).tolist(),
+        "tokens_per_step": tokens / max(steps, 1),
+    }
+
+
+def train(
+    base: Base,
+    draft: Draft,
+    rows: Sequence[Row],
+    validation: Sequence[Row],
+    out_dir: str | Path,
+    *,
+    epochs: float,
+    sequences_per_step: int,
+    micro_batch: int,
+    max_length: int,
+    anchor_fraction: float,
+    anchor_decay: float,
+    lr: float,
+    min_lr: float,
+    warmup: float,
+    eps: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    clip: float,
+    validate_every: int,
+    checkpoint_every: int,
+    dtype: str = "auto",
+    seed: int = 0,
+    target: Target | None = None,
+) -> dict[str, Any]:
+    """Train `draft` on `rows` and save the best one by validation tokens_per_step in `out_dir`.
+
+    rows, validation: dialogues with id, prompt_ids, answer_ids; validation answers must be the base's own.
+    anchor_fraction: share of answer positions drafted from; anchor_decay: see `thin`; warmup: share of the
+    steps; dtype: of the draft's matmuls ("auto": the base's), its weights and AdamW's state are float32.
+    Writes log.jsonl (a line a step: step, tokens, loss, lr, seconds, accuracy per position; validation lines
+    with tokens_per_step too), checkpoint/ while it runs, and config.json, model.safetensors, summary.json.
+    A run that was killed goes on from its checkpoint, on one CPU process bit for bit; a finished one with
+    the same settings is returned as it is. Raises UserError for no usable rows, a checkpoint of other
+    settings or a corrupt one, and a loss that is not finite (step and dialogues named).
+    """
+    out_dir = Path(out_dir)
+    settings = {k: v for k, v in locals().items() if isinstance(v, int | float | str | tuple)}
+    settings |= {"rows": len(rows), "base": draft.config.base_fingerprint, "out_dir": ""}
+    settings["betas"] = list(betas)
+    settings["data"] = _digest(rows)
+    settings["draft"] = json.loads(json.dumps(vars(draft.config)))
+    finished = _finished(out_dir, settings)
+    if finished is not None:
+        return finished
+    rows = choose_sequences(rows, max_length)
+    validation = choose_sequences(validation, max_length)
+    if not rows or not validation:
+        raise UserError(
+            f"no dialogue to train or validate on is long enough to draft from within max_length "
+            f"{max_length}: raise train.max_length or shorten the prompts"
+        )
+
+    precision = DTYPES.get(dtype, base.dtype)
+    accelerator = Accelerator(
+        cpu=base.device.type == "cpu", mixed_precision="bf16" if precision == torch.bfloat16 else "no"
+    )
+    target = target or Target(base, max_length)
+    plan = Schedule(rows, sequences_per_step, epochs, max_length, anchor_fraction, seed)
+    draft = draft.to(base.device, torch.float32).train()
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    scheduler = get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, math.ceil(warmup * plan.steps), plan.steps, min_lr=min_lr
+    )
+    model, optimizer = accelerator.prepare(DraftForward(draft), optimizer)
+    state = TrainingState(settings)
+    accelerator.register_for_checkpointing(state, scheduler)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    _resume(accelerator, state, out_dir, settings)
+
+    average = sum(_total(r, max_length) for r in rows) / len(rows)
+    accelerator.print(
+        f"training {out_dir.name}: {plan.steps} steps of {sequences_per_step} dialogues, about "
+        f"{plan.steps * sequences_per_step * average / 1e3:.0f}k tokens, "
+        f"{draft.parameter_counts().total / 1e6:.1f}M trainable parameters"
+        + (f", going on at step {state.step}" if state.step else "")
+    )
+    log = (out_dir / LOG).open("a")
+    world, rank = accelerator.num_processes, accelerator.process_index
+    with Progress(f"train {out_dir.name}", plan.steps, "steps", done=state.step) as bar:
+        while state.step < plan.steps:
+            started = time.perf_counter()
+            batches = micro_batches(
+                plan.step(state.step), micro_batch, draft.draft_length, anchor_decay, base.device
+            )
+            counts = torch.stack([(b.labels >= 0).sum(0) for b in batches]).sum(0)
+            weights = _position_weights(counts)
+            loss, correct = 0.0, torch.zeros_like(counts)
+            mine = batches[rank::world]
+            for i, batch in enumerate(mine):
+                with accelerator.autocast():
+                    _, taps = target.encode(batch.ids, draft.hooks)
+                    # gradients are summed over micro-batches and averaged over processes
+                    with _synchronise_last(accelerator, model, i == len(mine) - 1):
+                        hidden = model(taps, batch.rows, batch.columns, target)
+                        scored = head_loss(hidden.detach(), batch.labels, weights, target)
+                        hidden.backward(scored.grad * world)
+                loss += scored.loss
+                correct += scored.correct
+                if not math.isfinite(loss):
+                    raise UserError(
+                        f"the loss is {loss} at step {state.step}, dialogues {batch.names}: the checkpoint "
+                        f"of step {state.saved} is kept in {out_dir}; lower train.lr or use float32"
+                    )
+            summed = torch.tensor([loss], dtype=torch.float64, device=base.device)
+            loss = float(accelerator.reduce(summed, "sum")[0])
+            correct = accelerator.reduce(correct, "sum")
+            accelerator.clip_grad_norm_(draft.parameters(), clip)
+            optimizer.step()
+            rate = scheduler.get_last_lr()[0]
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+            state.step += 1
+            state.tokens += sum(b.tokens for b in batches)
+            state.seconds += time.perf_counter() - started
+            entry: dict[str, Any] = {
+                "step": state.step,
+                "tokens": state.tokens,
+                "loss": loss,
+                "lr": rate,
+                "seconds": round(state.seconds, 3),
+                "accuracy": (correct / counts.clamp(min=1)).tolist(),
+            }
+            last = state.step == plan.steps
+            if last or state.step % validate_every == 0:
+                entry["validation"] = _validate(draft, target, validation, max_length)
+                entry["tokens_per_step"] = entry["validation"]["tokens_per_step"]
+                if accelerator.is_main_process and entry["tokens_per_step"] > state.best:
+                    draft.save_pretrained(out_dir)
+                state.best = max(state.best, entry["tokens_per_step"])
+            if accelerator.is_main_process:
+                log.write(json.dumps(entry) + "\n")
+                log.flush()
+            if last or state.step % checkpoint_every == 0:
+                _checkpoint(accelerator, state, out_dir)
+            bar.advance(
+                1,
+                f"loss {loss:.3f} first position {entry['accuracy'][0]:.0%} best tokens/step "
+                f"{state.best:.2f} {state.tokens / state.seconds:.0f} tok/s",
+            )
+    log.close()
+    summary = {
+        "steps": plan.steps,
+        "tokens": state.tokens,
+        "seconds": round(state.seconds, 1),
+        "tokens_per_second": round(state.tokens / state.seconds, 1),
+        "tokens_per_step": state.best,
+        "dialogues": len(rows),
+        "settings": settings,
+    }
+    if accelerator.is_main_process:
+        (out_dir / DONE).write_text(json.dumps(summary, indent=2) + "\n")
+        shutil.rmtree(out_dir / CHECKPOINT, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    return summary
+
+
+@dataclass
+class TrainingState:
+    """Where a run stands; saved with each checkpoint. saved: step of the last checkpoint."""
+
+    settings: dict[str, Any]
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+    saved: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def _position_weights(counts: Tensor) -> Tensor:
+    """Per position 1 / (labels of the step at that position * positions that have any)."""
+    used = (counts > 0).sum()
+    return torch.where(counts > 0, 1.0 / (counts.clamp(min=1) * used.clamp(min=1)), 0.0)
+
+
+def _synchronise_last(accelerator: Accelerator, model: torch.nn.Module, last: bool):
+    return nullcontext() if last else accelerator.no_sync(model)
+
+
+def _validate(draft: Draft, target: Target, validation: Sequence[Row], max_length: int) -> dict[str, Any]:
+    draft.eval()
+    with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
+        result = validate(draft, target, validation, max_length)
+    draft.train()
+    return result
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    """A short hash of ids and answers: training on other data is another run."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row["id"].encode())
+        digest.update(str(list(row["answer_ids"])).encode())
+    return digest.hexdigest()[:16]
+
+
+def _finished(out_dir: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    if not (out_dir / DONE).exists():
+        return None
+    summary = json.loads((out_dir / DONE).read_text())
+    if summary["settings"] == json.loads(json.dumps(settings)):
+        print(f"training {out_dir.name}: finished earlier with these settings, kept", flush=True)
+        return summary
+    return None
+
+
+def _checkpoint(accelerator: Accelerator, state: TrainingState, out_dir: Path) -> None:
+    """Save everything that the next step depends on, whole or not at all."""
+    state.saved = state.step
+    fresh, old = out_dir / (CHECKPOINT + ".tmp"), out_dir / (CHECKPOINT + ".old")
+    accelerator.save_state(str(fresh))
+    if accelerator.is_main_process:
+        shutil.rmtree(old, ignore_errors=True)
+        if (out_dir / CHECKPOINT).exists():
+            os.replace(out_dir / CHECKPOINT, old)
+        os.replace(fresh, out_dir / CHECKPOINT)
+        shutil.rmtree(old, ignore_errors=True)
+    accelerator.wait_for_everyone()
+
+
+def _resume(accelerator: Accelerator, state: TrainingState, out_dir: Path, settings: dict[str, Any]) -> None:
+    """Load the checkpoint of a killed run, and cut the log back to it."""
+    folder = next((f for f in (out_dir / CHECKPOINT, out_dir / (CHECKPOINT + ".old")) if f.exists()), None)
+    if folder is None:
+        (out_dir / LOG).unlink(missing_ok=True)
+        return
+    try:
+        accelerator.load_state(str(folder))
+    except Exception as error:  # torch, safetensors and accelerate each raise their own
+        raise UserError(
+            f"the checkpoint in {folder} cannot be read ({error}): delete that folder to train from the start"
+        ) from error
+    now = json.loads(json.dumps(settings))
+    then = json.loads(json.dumps(state.settings))
+    changed = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
+    if changed:
+        was = ", ".join(f"{k}: {then.get(k)} -> {now.get(k)}" for k in changed)
+        raise UserError(
+            f"the checkpoint in {folder} belongs to other settings ({was}): delete that folder to train from "
+            f"the start, or go back to those settings"
+        )
+    lines = (out_dir / LOG).read_text().splitlines() if (out_dir / LOG).exists() else []
+    kept = [line for line in lines if json.loads(line)["step"] <= state.step]
+    (out_dir / LOG).write_text("".join(line + "\n" for line in kept))
