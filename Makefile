@@ -17,7 +17,7 @@ help: ## show this list
 $(INSTALLED): requirements.lock pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@echo "installing the pinned packages into .venv (about 2 GB, minutes)"
-	.venv/bin/python -m pip install -r requirements.lock
+	.venv/bin/python -m pip install --no-compile -r requirements.lock
 	.venv/bin/python -m pip install --no-deps --editable .
 	touch $@
 
