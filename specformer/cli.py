@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +16,8 @@ from specformer import pipeline, settings
 from specformer.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+bench = typer.Typer(no_args_is_help=True, help="Benchmarks: each prints ratios measured within one run.")
+app.add_typer(bench, name="bench")
 Profile = Annotated[str, typer.Argument(help="A folder of params/, such as cpu or smoke.")]
 
 
@@ -66,6 +71,101 @@ def notebooks() -> None:
     for name in pipeline.NOTEBOOKS.values():
         print(f"running {name}")
         pipeline.refresh_notebook(folder / f"{name}.ipynb")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Option(help="One prompt; without it, a JSON line each from --input.")
+    ] = None,
+    input: Annotated[Path | None, typer.Option(help="JSONL file; - or nothing: standard input.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSONL file for the answers; default: the screen.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="Whose base LLM and draft to use.")] = "cpu",
+    draft: Annotated[
+        Path | None, typer.Option(help="Draft folder; default: the profile's specformer.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Base LLM: folder or hub name; default: the profile's.")
+    ] = None,
+    k: Annotated[int | None, typer.Option(help="Draft tokens per step; 0: plain decoding.")] = None,
+    batch_size: int = 8,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
+    chat: Annotated[bool, typer.Option(help="Apply the chat template.")] = True,
+    max_length: Annotated[int, typer.Option(help="Most tokens of one row, prompt and answer.")] = 2048,
+) -> None:
+    """Answer prompts; accepted draft tokens are green.
+
+    JSONL lines hold "prompt" or "messages", and may set temperature, stop, max_new_tokens, ... for
+    themselves. Exits with 1 when some lines could not be answered.
+    """
+    from specformer import generation
+    from specformer.base import load_base
+    from specformer.drafts import load_draft
+    from specformer.engine import Engine, Request
+
+    run = pipeline.open_run(profile)
+    llm = load_base(base) if base else run.load_base()
+    defaults = Request("1", [], max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    model = None
+    if k != 0:
+        model = load_draft(draft or run.require(run.paths.drafts / "specformer", "train"), llm)
+        k = min(4, model.draft_length) if k is None else k
+    max_length = min(max_length, llm.max_positions)
+    engine = Engine(llm, model, k=k or 0, batch_size=1 if prompt else batch_size, max_length=max_length)
+    if prompt is not None:
+        for result in engine.run([generation.make_request(llm, {"prompt": prompt}, defaults, chat=chat)]):
+            Console().print(generation.coloured(result, llm.tokenizer), soft_wrap=True)
+            record = generation.as_record(result)
+            if "steps" in record:
+                shown = f"{record['accepted']} of {len(result.ids)} tokens came from the draft model, "
+                shown += f"{record['tokens_per_step']:.2f} tokens per step"
+                Console(stderr=True).print(shown, style="dim")
+        return
+
+    faults = 0
+
+    def requests() -> Iterator[Request]:
+        nonlocal faults
+        source = sys.stdin if input is None or str(input) == "-" else input.open()
+        for entry in generation.read_jsonl(llm, source, defaults, max_length, chat=chat):
+            if isinstance(entry, str):
+                faults += 1
+                print(f"error: {entry}", file=sys.stderr)
+            else:
+                yield entry
+
+    if input is not None and str(input) != "-" and not input.exists():
+        raise UserError(f"{input} does not exist: give a JSONL file of prompts")
+    sink = output.open("w") if output else sys.stdout
+    for result in engine.run(requests()):
+        print(json.dumps(generation.as_record(result), ensure_ascii=False), file=sink, flush=True)
+    if faults:
+        print(f"error: {faults} line(s) could not be answered, the others were", file=sys.stderr)
+        sys.exit(1)
+
+
+@bench.command("loss")
+def bench_loss(profile: Profile = "cpu", anchors: int = 512) -> None:
+    """Time and peak memory of the chunked head loss against the plain loss, at the profile's vocabulary."""
+    from specformer.bench_loss import bench_loss
+
+    run = pipeline.open_run(profile)
+    folder = run.require(run.paths.base, "base")
+    record = bench_loss(folder, anchors=anchors, draft_length=run.settings.draft.draft_length)
+    path = run.paths.results / "loss_bench.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(
+        f"{anchors} anchors x {record['draft_length']} positions: memory {record['memory_ratio']:.2f}x and "
+        f"time {record['time_ratio']:.2f}x of the plain loss ({path.relative_to(run.root)})"
+    )
 
 
 def main() -> None:

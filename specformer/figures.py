@@ -78,9 +78,7 @@ def throughput_by_tokens(records: pd.DataFrame, out: Path | str, *, caption: str
             by_tokens = own.groupby(records["tokens_per_request"])
             middle = by_tokens.median()
             _line(ax, middle.index, middle, i, len(MARKERS), label=f"{batch_size}")
-            ax.fill_between(
-                middle.index, by_tokens.min(), by_tokens.max(), color=PALETTE[i % 10], alpha=0.15
-            )
+            ax.fill_between(middle.index, by_tokens.min(), by_tokens.max(), color=PALETTE[i % 10], alpha=0.15)
             knee = middle.index[int((middle >= 0.9 * middle.max()).to_numpy().argmax())]
             ax.plot(
                 [knee],
@@ -98,9 +96,7 @@ def throughput_by_tokens(records: pd.DataFrame, out: Path | str, *, caption: str
         return _finish(fig, out, caption)
 
 
-def acceptance_by_position(
-    tables: Mapping[str, pd.DataFrame], out: Path | str, *, caption: str
-) -> Figure:
+def acceptance_by_position(tables: Mapping[str, pd.DataFrame], out: Path | str, *, caption: str) -> Figure:
     """Acceptance at each draft position, for several drafts.
 
     tables: draft name -> metrics.acceptance_by_position(). Left: share of all steps that accept
@@ -219,9 +215,7 @@ def training_curves(
         return _finish(fig, out, caption)
 
 
-def attention_masks(
-    context: np.ndarray, draft: np.ndarray, out: Path | str, *, caption: str
-) -> Figure:
+def attention_masks(context: np.ndarray, draft: np.ndarray, out: Path | str, *, caption: str) -> Figure:
     """The paper's Figure 2b: which position may see what.
 
     context: bool (length, length), draft: bool (l_d, l_d); row = the one that looks, column =
@@ -288,9 +282,7 @@ def _finish(fig: Figure, out: Path | str, caption: str) -> Figure:
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     per_line = round(_WRAP * fig.get_figwidth() / 7.2)
-    fig.supxlabel(
-        "\n".join(textwrap.wrap(caption, per_line)), fontsize=8, color=INK, x=0.01, ha="left"
-    )
+    fig.supxlabel("\n".join(textwrap.wrap(caption, per_line)), fontsize=8, color=INK, x=0.01, ha="left")
     # Not with_suffix: a stem such as qwen2.5 would lose its ".5".
     fig.savefig(out.with_name(out.name + ".png"), metadata={"Software": None})
     fig.savefig(out.with_name(out.name + ".svg"), metadata={"Date": None})

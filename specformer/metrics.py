@@ -39,9 +39,7 @@ def arithmetic_intensity_chip(peak_flops: float, bandwidth: float) -> float:
 
 def redundancy_ratio(intensity_chip: float, intensity_model: float = 1.0) -> float:
     """rho = AI_c / AI_m (Equations 1-5): ideal batch size, upper bound of what batching gains."""
-    return _positive("intensity_chip", intensity_chip) / _positive(
-        "intensity_model", intensity_model
-    )
+    return _positive("intensity_chip", intensity_chip) / _positive("intensity_model", intensity_model)
 
 
 def budget_k(rho: float, batch_size: int) -> float:
@@ -260,8 +258,7 @@ def speedup(method_tps: Sequence[float], baseline_tps: Sequence[float]) -> Sprea
     """
     if len(method_tps) != len(baseline_tps):
         raise ValueError(
-            f"rounds do not pair: {len(method_tps)} of the method, {len(baseline_tps)} of the "
-            "baseline"
+            f"rounds do not pair: {len(method_tps)} of the method, {len(baseline_tps)} of the baseline"
         )
     for value in (*method_tps, *baseline_tps):
         _positive("tokens per second", value)

@@ -158,9 +158,7 @@ def _measure(
                     f"{sorted(base['round'])}: a speedup needs both in each round of one run."
                 )
             taken = steps.loc[
-                (steps["method"] == method)
-                & (steps["batch_size"] == batch_size)
-                & (steps["k"] == k)
+                (steps["method"] == method) & (steps["batch_size"] == batch_size) & (steps["k"] == k)
             ]
             if taken.empty:
                 raise UserError(f"{what} was timed but has no step records; measure it again.")
@@ -207,8 +205,7 @@ def _one_machine(records: pd.DataFrame) -> dict[str, Any]:
     found = records.loc[:, _MACHINE].drop_duplicates()
     if len(found) > 1:
         one, two = (
-            ", ".join(f"{name} {row[name]}" for name in _MACHINE)
-            for row in found.head(2).to_dict("records")
+            ", ".join(f"{name} {row[name]}" for name in _MACHINE) for row in found.head(2).to_dict("records")
         )
         raise UserError(
             "one table holds measurements from two machines or settings, and their speeds do not "

@@ -28,6 +28,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from specformer.base import DTYPES, Base
 from specformer.drafts.interface import Draft
 from specformer.errors import UserError
+from specformer.hidden import GIB, HiddenStates
 from specformer.losses import head_loss
 from specformer.progress import Progress
 from specformer.target import Target
@@ -75,9 +76,9 @@ def thin(labels: Tensor, decay: float) -> Tensor:
 
 @dataclass
 class Batch:
-    """A right-padded micro-batch: ids (B, T), lengths (B,), anchors rows/columns (N,), labels (N, l_d)."""
+    """A right-padded micro-batch: ids (B, T), anchors rows/columns (N,), labels (N, l_d), tokens unpadded."""
 
-    names: list[str]
+    sequences: Sequence[Sequence_]
     ids: Tensor
     rows: Tensor
     columns: Tensor
@@ -97,7 +98,7 @@ def make_batch(
     rows, columns = rows[order], columns[order]
     labels = thin(draft_labels(ids, rows, columns, lengths, draft_length), decay)
     return Batch(
-        [s.id for s in sequences],
+        sequences,
         ids.to(device),
         rows.to(device),
         columns.to(device),
@@ -232,13 +233,17 @@ def train(
     checkpoint_every: int,
     dtype: str = "auto",
     seed: int = 0,
+    hidden_gib: float = 0.0,
+    hidden_dir: str | Path | None = None,
     target: Target | None = None,
 ) -> dict[str, Any]:
     """Train `draft` on `rows` and save the best one by validation tokens_per_step in `out_dir`.
 
     rows, validation: dialogues with id, prompt_ids, answer_ids; validation answers must be the base's own.
     anchor_fraction: share of answer positions drafted from; anchor_decay: see `thin`; warmup: share of the
-    steps; dtype: of the draft's matmuls ("auto": the base's), its weights and AdamW's state are float32.
+    steps; dtype: of the draft's matmuls ("auto": the base's), its weights and AdamW's state are float32;
+    hidden_gib: disk that the base's hidden states may take to be reused over epochs (0: computed each time),
+    hidden_dir: where (default: a folder in `out_dir`, deleted at the end).
     Writes log.jsonl (a line a step: step, tokens, loss, lr, seconds, accuracy per position; validation lines
     with tokens_per_step too), checkpoint/ while it runs, and config.json, model.safetensors, summary.json.
     A run that was killed goes on from its checkpoint, on one CPU process bit for bit; a finished one with
@@ -247,7 +252,9 @@ def train(
     """
     out_dir = Path(out_dir)
     settings = {k: v for k, v in locals().items() if isinstance(v, int | float | str | tuple)}
-    settings |= {"rows": len(rows), "base": draft.config.base_fingerprint, "out_dir": ""}
+    for place in ("out_dir", "hidden_dir", "hidden_gib"):
+        settings.pop(place, None)
+    settings |= {"rows": len(rows), "base": draft.config.base_fingerprint}
     settings["betas"] = list(betas)
     settings["data"] = _digest(rows)
     settings["draft"] = json.loads(json.dumps(vars(draft.config)))
@@ -279,6 +286,7 @@ def train(
     out_dir.mkdir(parents=True, exist_ok=True)
     _resume(accelerator, state, out_dir, settings)
 
+    hidden_states = _hidden_states(target, draft, rows, plan, max_length, hidden_gib, hidden_dir, out_dir)
     average = sum(_total(r, max_length) for r in rows) / len(rows)
     accelerator.print(
         f"training {out_dir.name}: {plan.steps} steps of {sequences_per_step} dialogues, about "
@@ -300,7 +308,7 @@ def train(
             mine = batches[rank::world]
             for i, batch in enumerate(mine):
                 with accelerator.autocast():
-                    _, taps = target.encode(batch.ids, draft.hooks)
+                    taps = hidden_states(batch.sequences)
                     # gradients are summed over micro-batches and averaged over processes
                     with _synchronise_last(accelerator, model, i == len(mine) - 1):
                         hidden = model(taps, batch.rows, batch.columns, target)
@@ -309,9 +317,10 @@ def train(
                 loss += scored.loss
                 correct += scored.correct
                 if not math.isfinite(loss):
+                    names = ", ".join(s.id for s in batch.sequences)
                     raise UserError(
-                        f"the loss is {loss} at step {state.step}, dialogues {batch.names}: the checkpoint "
-                        f"of step {state.saved} is kept in {out_dir}; lower train.lr or use float32"
+                        f"the loss is {loss} at step {state.step}, dialogues {names}: the checkpoint of step "
+                        f"{state.saved} is kept in {out_dir}; lower train.lr or use float32"
                     )
             summed = torch.tensor([loss], dtype=torch.float64, device=base.device)
             loss = float(accelerator.reduce(summed, "sum")[0])
@@ -362,6 +371,8 @@ def train(
     if accelerator.is_main_process:
         (out_dir / DONE).write_text(json.dumps(summary, indent=2) + "\n")
         shutil.rmtree(out_dir / CHECKPOINT, ignore_errors=True)
+        if hidden_dir is None:
+            hidden_states.clear()
     accelerator.wait_for_everyone()
     return summary
 
@@ -382,6 +393,29 @@ class TrainingState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+
+def _hidden_states(
+    target: Target,
+    draft: Draft,
+    rows: Sequence[Row],
+    plan: Schedule,
+    max_length: int,
+    hidden_gib: float,
+    hidden_dir: str | Path | None,
+    out_dir: Path,
+) -> HiddenStates:
+    """The base's hidden states, kept on disk when they are used again and fit; says so either way."""
+    folder = Path(hidden_dir) if hidden_dir else out_dir / "hidden"
+    states = HiddenStates(target, draft.hooks, None)
+    size = sum(_total(r, max_length) for r in rows) * states.bytes_per_token() / GIB
+    if plan.steps <= plan.steps_per_epoch or hidden_gib == 0:
+        return states
+    if size > hidden_gib:
+        print(f"hidden states would take {size:.1f} GiB, {hidden_gib} are allowed: computed every epoch")
+        return states
+    print(f"hidden states: {size:.2f} GiB in {folder}, computed in the first epoch", flush=True)
+    return HiddenStates(target, draft.hooks, folder)
 
 
 def _position_weights(counts: Tensor) -> Tensor:

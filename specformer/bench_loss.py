@@ -1,0 +1,78 @@
+"""What the chunked head loss saves: time and peak memory against the plain loss, each in its own process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from specformer.base import load_base
+from specformer.drafts import DraftConfig, SpecFormer
+from specformer.hardware import describe, peak_memory
+from specformer.losses import head_loss
+from specformer.target import Target
+
+
+def _work(kind: str, folder: str, anchors: int, draft_length: int, repeats: int, pipe: Any) -> None:
+    base = load_base(folder)
+    target = Target(base, 64)
+    L = base.num_layers
+    torch.manual_seed(0)
+    config = DraftConfig.for_base(base, "specformer", (0, L // 2, L - 1, L), draft_length=draft_length)
+    draft = SpecFormer(config).to(base.dtype)
+    draft.start_from(base)
+    x = torch.randn(anchors, config.hidden_size, dtype=base.dtype)
+    labels = torch.randint(0, base.model.config.vocab_size, (anchors, draft_length))
+    weights = torch.full((draft_length,), 1 / (anchors * draft_length))
+    before = peak_memory()
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        hidden = draft.draft(x, target)
+        if kind == "plain":
+            logits = F.linear(target.norm(hidden), target.head_weight)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+            loss.backward()
+            value = float(loss)
+        else:
+            scored = head_loss(hidden.detach(), labels, weights, target)
+            hidden.backward(scored.grad)
+            value = scored.loss
+        seconds.append(time.perf_counter() - start)
+        draft.zero_grad(set_to_none=True)
+    pipe.send({"loss": value, "seconds": sorted(seconds[1:])[repeats // 2], "gib": peak_memory() - before})
+
+
+def bench_loss(
+    folder: str | Path, *, anchors: int = 512, draft_length: int = 8, repeats: int = 3
+) -> dict[str, Any]:
+    """Score `anchors` positions x `draft_length` over the base's whole vocabulary, backward through the draft
+    included: plain logits with autograd against `losses.head_loss`.
+
+    Returns the two runs (loss, median seconds, peak GiB above the start) and memory_ratio, time_ratio
+    (chunked / plain), with the machine.
+    """
+    context = multiprocessing.get_context("spawn")
+    runs = {}
+    for kind in ("plain", "chunked"):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_work, args=(kind, str(folder), anchors, draft_length, repeats, theirs)
+        )
+        process.start()
+        theirs.close()
+        runs[kind] = ours.recv()
+        process.join()
+    plain, chunked = runs["plain"], runs["chunked"]
+    return {
+        "anchors": anchors,
+        "draft_length": draft_length,
+        **{f"{kind}_{key}": value for kind, run in runs.items() for key, value in run.items()},
+        "memory_ratio": chunked["gib"] / plain["gib"],
+        "time_ratio": chunked["seconds"] / plain["seconds"],
+        "machine": describe(),
+    }
