@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -201,6 +202,7 @@ def forward_costs(
     tokens_per_request: Sequence[int],
     context: int,
     rounds: int,
+    quiet: bool = False,
 ) -> pd.DataFrame:
     """Time one bare verification of n tokens per request at each batch size (the paper's Figure 1).
 
@@ -210,9 +212,8 @@ def forward_costs(
     """
     records = []
     longest = max(tokens_per_request)
-    with Progress(
-        "forward costs", len(batch_sizes) * len(tokens_per_request) * (rounds + 1), "timings"
-    ) as bar:
+    total = len(batch_sizes) * len(tokens_per_request) * (rounds + 1)
+    with nullcontext() if quiet else Progress("forward costs", total, "timings") as bar:
         for batch_size in batch_sizes:
             store = target.new_store(batch_size, context + longest)
             store.ensure(context + longest)
@@ -228,7 +229,8 @@ def forward_costs(
                     hidden, _ = target.forward(ids[:, :n], window, store)
                     target.logits(hidden).argmax(-1).cpu()
                     seconds = time.perf_counter() - clock
-                    bar.advance(1, f"batch {batch_size}")
+                    if bar is not None:
+                        bar.advance(1, f"batch {batch_size}")
                     if r >= 0:
                         records.append(
                             {

@@ -228,6 +228,8 @@ class Engine:
 
     def _admit(self, request: Request, slot: int) -> Row:
         request.check(self.max_length)
+        if request.stop and self.base.tokenizer is None:
+            raise UserError(f"request {request.id!r}: stop strings need a tokenizer: give one")
         result = Result(request.id, request.prompt_ids, [], "", "length", [])
         stops = frozenset(self.base.stop_token_ids) | frozenset(request.stop_token_ids)
         uniform = None
@@ -453,4 +455,6 @@ class Engine:
         return "length" if len(ids) == request.max_new_tokens else None
 
     def _text(self, ids: list[int]) -> str:
+        if self.base.tokenizer is None:  # `hf.CustomGenerate` may be called without one
+            return ""
         return self.base.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

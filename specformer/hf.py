@@ -1,0 +1,131 @@
+"""The engine behind transformers' own call: `model.generate(..., custom_generate=CustomGenerate(folder))`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specformer.base import Base
+from specformer.drafts.interface import load_draft
+from specformer.engine import Engine, Request
+from specformer.errors import UserError
+
+# What the engine does itself; anything else in these lists would change the text, so it is refused by name.
+PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+
+
+class CustomGenerate:
+    """A decoding method for `generate`: batched inputs, left or right padded, greedy or sampled.
+
+    draft: folder of a draft model made for the model that generates, or None for plain decoding; k: draft
+    tokens per step; seed: of sampled rows, row i draws with seed + i. Honours max_length / max_new_tokens,
+    do_sample, temperature, top_k, top_p, eos_token_id, pad_token_id, stop_strings and num_return_sequences of
+    the GenerationConfig; raises UserError naming what it cannot honour.
+    """
+
+    def __init__(self, draft: str | Path | None = None, k: int = 4, seed: int = 0):
+        self.folder, self.k, self.seed = draft, k if draft is not None else 0, seed
+        self._engine: tuple[int, Engine] | None = None
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        attention_mask: Tensor | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """input_ids (B, T) -> (B, T + longest answer), answers padded on the right, as `generate` gives."""
+        _refuse(logits_processor, stopping_criteria, generation_config, model_kwargs)
+        config = generation_config
+        new_tokens = config.max_length - input_ids.shape[1]
+        ends = config.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        stop = tuple(
+            [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or ()
+        )
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        requests = [
+            Request(
+                id=str(i),
+                prompt_ids=row[keep.bool()].tolist(),
+                max_new_tokens=new_tokens,
+                temperature=(1.0 if config.temperature is None else config.temperature)
+                if config.do_sample
+                else 0.0,
+                top_k=config.top_k or 0,
+                top_p=1.0 if config.top_p is None else config.top_p,
+                seed=self.seed + i,
+                stop=stop,
+            )
+            for i, (row, keep) in enumerate(zip(input_ids, mask, strict=True))
+        ]
+        engine = self._prepare(model, tokenizer, tuple(ends), len(requests))
+        answers = {r.id: r.ids for r in engine.run(requests)}
+        rows = [torch.tensor(answers[r.id], dtype=torch.long) for r in requests]
+        padding = config.pad_token_id if config.pad_token_id is not None else (ends or [0])[0]
+        out = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
+        return torch.cat((input_ids, out.to(input_ids.device)), 1)
+
+    def _prepare(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        ends: tuple[int, ...],
+        rows: int,
+    ) -> Engine:
+        """The engine for this model and batch size, kept for the next call."""
+        if self._engine is None or self._engine[0] != id(model) or self._engine[1].batch_size < rows:
+            base = Base(model, tokenizer, model.name_or_path, model.dtype, model.device, ends)  # type: ignore[arg-type]
+            draft = None if self.folder is None else load_draft(self.folder, base)
+            length = base.max_positions
+            self._engine = (id(model), Engine(base, draft, k=self.k, batch_size=rows, max_length=length))
+        engine = self._engine[1]
+        engine.base.stop_token_ids = ends
+        if tokenizer is not None:
+            engine.base.tokenizer = tokenizer
+        return engine
+
+
+def _refuse(
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Raise UserError for anything that would change the answer and that the engine does not do."""
+    foreign = [type(p).__name__ for p in processors if not isinstance(p, PROCESSORS)]
+    foreign += [type(c).__name__ for c in criteria if not isinstance(c, CRITERIA)]
+    foreign += [
+        name
+        for name, plain in {
+            "num_beams": (None, 1),
+            "return_dict_in_generate": (None, False),
+            "penalty_alpha": (None, 0.0),
+            "dola_layers": (None,),
+            "prompt_lookup_num_tokens": (None,),
+            "max_time": (None,),
+        }.items()
+        if getattr(config, name, None) not in plain
+    ]
+    foreign += [name for name in ("inputs_embeds", "assistant_model") if model_kwargs.get(name) is not None]
+    if foreign:
+        raise UserError(f"specformer's generate does not support {', '.join(foreign)}: leave it out")
