@@ -14,6 +14,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -140,6 +142,36 @@ def tiny_qwen3_folder(tmp_path_factory, thinking_tokenizer) -> Path:
     )
     folder = tmp_path_factory.mktemp("tiny-qwen3")
     return save_tiny(Qwen3ForCausalLM(config), thinking_tokenizer, folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2_folder(tmp_path_factory, tiny_tokenizer) -> Path:
+    """Qwen2-shaped: query/key/value projections with (random, not zero) biases."""
+    torch.manual_seed(2)
+    config = Qwen2Config(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return save_tiny(model, tiny_tokenizer, tmp_path_factory.mktemp("tiny-qwen2"))
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tiny_qwen2_folder) -> Base:
+    return load_base(tiny_qwen2_folder, dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session")

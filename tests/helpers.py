@@ -5,8 +5,13 @@ from __future__ import annotations
 import random
 
 import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from specformer.drafts.interface import Draft, DraftConfig
+from specformer.base import Base
+from specformer.drafts import DraftConfig, SpecFormer
+from specformer.drafts.interface import Draft
+from specformer.engine import Engine
 
 
 def prompts(base, count, seed=0, longest=40):
@@ -29,6 +34,91 @@ def generate_alone(base, request):
         pad_token_id=base.stop_token_ids[0],
     )
     return out[0, ids.shape[1] :].tolist()
+
+
+def run(base, requests, draft=None, **options):
+    """Decode and return the results by id, and the engine."""
+    engine = Engine(base, draft, max_length=options.pop("max_length", 256), **options)
+    return {r.id: r for r in engine.run(requests)}, engine
+
+
+def nano_base(tokenizer, vocab_size, stop_token_ids=(), seed=0, sharpness=4.0) -> Base:
+    """A two-layer Llama, small enough for thousands of requests. Its embeddings outweigh what attention adds,
+    so that a bigram draft is often right and often wrong."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model.model.embed_tokens.weight.data.normal_(std=2.0)
+    model.lm_head.weight.data.mul_(sharpness)
+    return Base(model, tokenizer, "nano", torch.float32, torch.device("cpu"), tuple(stop_token_ids))
+
+
+def perturbed_specformer(base, length=4, noise=0.02, hooks=None, **options) -> SpecFormer:
+    """A SpecFormer off its identity start, so that its drafts differ between positions."""
+    torch.manual_seed(3)
+    hooks = hooks or (0, base.num_layers // 2, base.num_layers - 1, base.num_layers)
+    draft = SpecFormer(DraftConfig.for_base(base, "specformer", hooks, draft_length=length, **options))
+    draft.start_from(base)
+    for p in draft.parameters():
+        p.data += noise * torch.randn_like(p)
+    return draft.to(base.dtype).eval()
+
+
+def bigram_logits(base) -> Tensor:
+    """(V, V): what the base says after each token standing alone."""
+    return base.model(torch.arange(base.model.config.vocab_size)[:, None]).logits[:, 0]
+
+
+class BigramDraft(Draft):
+    """Drafts one token from the last one; sometimes right, because the base mostly does so too."""
+
+    def __init__(self, base, draft_length=4):
+        super().__init__(DraftConfig.for_base(base, "bigram", (0,), draft_length=draft_length))
+        self.table = bigram_logits(base)
+
+    def propose(self, taps, last, pending, window, store, target, k, choose):
+        tokens = [pending]
+        for j in range(k):
+            tokens.append(choose(self.table[tokens[-1]][:, None], j)[:, 0])
+        return torch.stack(tokens[1:], 1)
+
+
+class MixedSpecFormer(SpecFormer):
+    """Runs the real draft (its cache, its logits) but proposes bigram guesses, so that acceptance varies.
+    `seen` holds the logits (B, k, V) of the last call."""
+
+    table: Tensor
+    seen: Tensor
+
+    @classmethod
+    def like(cls, draft, base):
+        mixed = cls(draft.config)
+        mixed.load_state_dict(draft.state_dict())
+        mixed.table = bigram_logits(base).argmax(-1)
+        return mixed.eval()
+
+    def propose(self, taps, last, pending, window, store, target, k, choose):
+        def keep(logits, j):
+            self.seen = logits
+            return logits.argmax(-1)
+
+        super().propose(taps, last, pending, window, store, target, k, keep)
+        tokens = [pending]
+        for _ in range(k):
+            tokens.append(self.table[tokens[-1]])
+        return torch.stack(tokens[1:], 1)
 
 
 class OracleDraft(Draft):
