@@ -263,7 +263,7 @@ def run_notebook(notebook: Path, output: Path, parameters: dict[str, Any]) -> No
     check_parameters(notebook, parameters)
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with _current_kernel(), _no_orphans():
+        with _current_kernel() as config, _no_orphans():
             papermill.execute_notebook(
                 str(notebook),
                 str(output),
@@ -275,7 +275,8 @@ def run_notebook(notebook: Path, output: Path, parameters: dict[str, Any]) -> No
                 record_timing=False,
                 progress_bar=False,
                 autosave_cell_every=30,
-                config=_kernel_config(),
+                start_timeout=300,
+                config=config,
             )
     except PapermillExecutionError as error:
         if error.ename == "UserError":
@@ -319,14 +320,15 @@ def refresh_notebook(notebook: Path) -> None:
     from nbclient import NotebookClient
 
     content = nbformat.read(notebook, as_version=4)
-    with _current_kernel(), _no_orphans():
+    with _current_kernel() as config, _no_orphans():
         NotebookClient(
             content,
             kernel_name="python3",
             timeout=None,
+            startup_timeout=300,
             record_timing=False,
             resources={"metadata": {"path": str(notebook.parent)}},
-            config=_kernel_config(),
+            config=config,
         ).execute()
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     content.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
@@ -336,17 +338,15 @@ def refresh_notebook(notebook: Path) -> None:
     nbformat.write(content, notebook)
 
 
-def _kernel_config() -> Any:
-    from traitlets.config import Config
-
-    # ipykernel warns about plain TCP otherwise
-    return Config(KernelManager={"transport_encryption": "auto"})
-
-
 @contextlib.contextmanager
-def _current_kernel() -> Iterator[None]:
-    """Make kernel `python3` the running interpreter, whatever kernels the user has installed."""
+def _current_kernel() -> Iterator[Any]:
+    """Make kernel `python3` the running interpreter, whatever kernels the user has installed.
+
+    Yields the kernel manager's configuration: sockets that are files, because TCP ports are chosen
+    before they are taken and kernels that start together can choose the same.
+    """
     from ipykernel.kernelspec import write_kernel_spec
+    from traitlets.config import Config
 
     before = os.environ.get("JUPYTER_PATH")
     with tempfile.TemporaryDirectory() as folder:
@@ -355,7 +355,7 @@ def _current_kernel() -> Iterator[None]:
         write_kernel_spec(kernels / "python3")
         os.environ["JUPYTER_PATH"] = os.pathsep.join([folder] + ([before] if before else []))
         try:
-            yield
+            yield Config(KernelManager={"transport": "ipc", "ip": f"{folder}/socket"})
         finally:
             if before is None:
                 del os.environ["JUPYTER_PATH"]
