@@ -94,9 +94,10 @@ def measure(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Time every contender at every batch size; returns the throughput and the step records.
 
-    requests: the prompts, cycled through; a round decodes `round_requests` times the batch size of them, the
-    same for every contender. Before each batch size all contenders warm up; within a round they alternate,
-    and every second round runs in the opposite order. Rounds already recorded in `out_dir` are kept.
+    requests: the prompts, cycled through; a round decodes `round_requests` of them, or as many as the batch
+    size where that is more, the same for every contender. Before each batch size all contenders warm up;
+    within a round they alternate, and every second round runs in the opposite order. Rounds already recorded
+    in `out_dir` are kept.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,7 @@ def measure(
     target = target or Target(base, max_length + max(ks) + 1)
     field = contenders(drafts, ks)
     todo = [(b, r) for b in batch_sizes for r in range(rounds)]
-    total = sum(b * round_requests for b, _ in todo) * len(field)
+    total = sum(max(b, round_requests) for b, _ in todo) * len(field)
     print(
         f"benchmark: {len(field)} contenders, batch sizes {list(batch_sizes)}, {rounds} rounds, "
         f"{total} answers to decode on {hardware.caption(machine)}",
@@ -114,7 +115,7 @@ def measure(
         for batch_size in batch_sizes:
             engines: list[Engine] = []
             for r in range(rounds):
-                count = batch_size * round_requests
+                count = max(batch_size, round_requests)
                 stem = out_dir / f"batch{batch_size}-round{r}"
                 if _recorded(stem):
                     bar.advance(count * len(field))

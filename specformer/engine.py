@@ -324,9 +324,9 @@ class Engine:
     def _step(self, slots: list[Row]) -> None:
         B, k = len(slots), self.k
         with self._timed("verify"):
-            upto = max(row.length for row in slots) + k + 1
-            self._ensure(upto)
-            window = Window.at(slice(0, B), self._length[:B], k + 1, upto, self.base.dtype, False)
+            ends = [row.length + k + 1 for row in slots]
+            self._ensure(max(ends))
+            window = Window.at(slice(0, B), self._length[:B], k + 1, max(ends), self.base.dtype, False, ends)
             drafts = self._drafts[:B]
             ids = torch.cat((self._pending[:B, None], drafts), 1)
             hidden, taps = self.target.forward(ids, window, self.store, self.hooks)

@@ -70,25 +70,37 @@ class RotaryTable:
         return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
 
 
-def grouped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-) -> Tensor:
-    """Scaled dot-product attention with grouped key/value heads.
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention of whole sequences among themselves, keys and values shared by groups of query heads.
 
-    q (B, n, Hq, D), k and v (B, Hkv, S, D), mask additive (B, 1, n, S) in q's dtype -> (B, n, Hq * D).
-    With a mask the query heads of one group are laid along the query axis, so keys and values are read
-    once per group and never repeated.
+    q (B, n, Hq, D), k and v (B, n, Hkv, D) -> (B, n, Hq * D); causal False: every position sees all.
+    """
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=causal and q.shape[1] > 1,
+        enable_gqa=q.shape[2] > k.shape[2],
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+def ragged_attention(q: Tensor, store: KVStore, layer: int, window: Window) -> Tensor:
+    """Attention over the cache under the window's mask, a call per run of rows of similar length.
+
+    q (B, n, Hq, D) -> (B, n, Hq * D). The query heads of one group are laid along the query axis, so keys
+    and values are read once per group and never repeated.
     """
     B, n, Hq, D = q.shape
-    Hkv = k.shape[1]
+    Hkv = store.kv_heads
     groups = Hq // Hkv
-    if mask is None:
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=causal, enable_gqa=groups > 1)
-        return out.transpose(1, 2).reshape(B, n, Hq * D)
-    S = k.shape[2]
     q = q.view(B, n, Hkv, groups, D).permute(0, 2, 3, 1, 4).reshape(B, Hkv, groups * n, D)
-    mask = mask.unsqueeze(2).expand(-1, 1, groups, n, S).reshape(B, 1, groups * n, S)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    keys, values = store.read(layer, window)
+    parts = [
+        F.scaled_dot_product_attention(q[a:b], keys[a:b, :, :upto], values[a:b, :, :upto], attn_mask=mask)
+        for (a, b, upto), mask in zip(window.runs, window.grouped_masks(groups), strict=True)
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.view(B, Hkv, groups, n, D).permute(0, 3, 1, 2, 4).reshape(B, n, Hq * D)
 
 
@@ -103,6 +115,5 @@ def cached_attention(
     if store is not None:
         store.write(layer, window, k, v)
     if store is None or window.fresh:
-        return grouped_attention(q, k.transpose(1, 2), v.transpose(1, 2), causal=q.shape[1] > 1)
-    keys, values = store.read(layer, window)
-    return grouped_attention(q, keys, values, mask=window.mask)
+        return causal_attention(q, k, v, causal=True)
+    return ragged_attention(q, store, layer, window)

@@ -125,7 +125,7 @@ class TrainSection(Section):
     anchor_fraction: Annotated[float, Field(gt=0, le=1)]
     """Share of the answer positions that a step trains on; 1.0 is all."""
     anchor_decay: Annotated[float, Field(gt=0, le=1)]
-    """What each later answer position weighs against the one before it; 1.0 weighs all alike."""
+    """Share of the labels kept at each later draft position against the one before; 1.0 keeps all."""
     lr: Positive
     """Peak learning rate, above 0."""
     min_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -149,6 +149,8 @@ class TrainSection(Section):
     """Steps between checkpoints; at least 1."""
     dtype: Literal["auto", "float32", "bfloat16"]
     """What the draft is computed in; auto asks the machine."""
+    hidden_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Disk, in GiB, for the base's hidden states to be reused over epochs; 0 computes them each time."""
 
 
 class AblateSection(Section):
@@ -172,7 +174,7 @@ class ScaleSection(Section):
     rounds: Count
     """Timed repeats of each cell; at least 3 for figures that anyone quotes."""
     round_requests: Count
-    """Requests of a round, as a multiple of the batch size; at least 1."""
+    """Fewest requests of a round; never fewer than the batch size."""
     figure1_tokens: Counts
     """Tokens per request on the x axis of Figure 1, each at least 1."""
 

@@ -409,7 +409,7 @@ def _hidden_states(
     folder = Path(hidden_dir) if hidden_dir else out_dir / "hidden"
     states = HiddenStates(target, draft.hooks, None)
     size = sum(_total(r, max_length) for r in rows) * states.bytes_per_token() / GIB
-    if plan.steps <= plan.steps_per_epoch or hidden_gib == 0:
+    if hidden_gib == 0 or (hidden_dir is None and plan.steps <= plan.steps_per_epoch):
         return states
     if size > hidden_gib:
         print(f"hidden states would take {size:.1f} GiB, {hidden_gib} are allowed: computed every epoch")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from specformer.base import Base
 from specformer.cache import KVStore, Window
 from specformer.drafts.interface import Choose, Draft, DraftConfig, register
-from specformer.layers import RMSNorm, SwiGLU, cached_attention, grouped_attention, rotate
+from specformer.layers import RMSNorm, SwiGLU, cached_attention, causal_attention, ragged_attention, rotate
 from specformer.target import Target, fresh_window
 
 # FlashAttention-2 refuses batches above 4095; the draft attention's batch is every anchor of a batch.
@@ -82,8 +82,7 @@ class ContextAttention(nn.Module):
             raise ValueError("drafting from single positions needs a cache")
         store.write(0, window, k, v)
         at = window.pick(last, x.dtype)
-        keys, values = store.read(0, at)
-        return x + self.attention.out(grouped_attention(q, keys, values, mask=at.mask))
+        return x + self.attention.out(ragged_attention(q, store, 0, at))
 
 
 class PositionalFFN(nn.Module):
@@ -141,11 +140,8 @@ class DraftBlock(nn.Module):
         if self.causal:
             cos, sin = target.rotary.at(torch.arange(x.shape[1], device=x.device)[None])
         q, k, v = self.attention.project(self.norm(x), cos, sin)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        mixed = [
-            grouped_attention(*segment, causal=self.causal)
-            for segment in zip(*(part.split(ATTENTION_SEGMENT) for part in (q, k, v)), strict=True)
-        ]
+        parts = zip(*(t.split(ATTENTION_SEGMENT) for t in (q, k, v)), strict=True)
+        mixed = [causal_attention(*part, causal=self.causal) for part in parts]
         x = x + self.attention.out(torch.cat(mixed) if len(mixed) > 1 else mixed[0])
         return x + self.mlp(self.mlp_norm(x))
 
