@@ -153,3 +153,15 @@ class OracleDraft(Draft):
             if known and torch.equal(target.embedding[s[end - 1]], embedding):
                 return i
         return None
+
+
+def chi_square_p(counts, expected):
+    """p-value of observed against expected counts (1-d), cells expected less than 5 times pooled."""
+    counts, expected = counts.double(), expected.double()
+    expected = expected * (counts.sum() / expected.sum())
+    rare = expected < 5
+    if rare.any():
+        counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
+        expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    statistic = ((counts - expected) ** 2 / expected.clamp(min=1e-12)).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
