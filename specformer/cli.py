@@ -151,6 +151,16 @@ def generate(
         sys.exit(1)
 
 
+@app.command()
+def readme() -> None:
+    """Fill the README's numbers from results/cpu."""
+    from specformer.readme import render
+
+    root = pipeline.find_root()
+    file = root / "README.md"
+    file.write_text(render(file.read_text(), root / "results" / "cpu"))
+
+
 @bench.command("loss")
 def bench_loss(profile: Profile = "cpu", anchors: int = 512) -> None:
     """Time and peak memory of the chunked head loss against the plain loss, at the profile's vocabulary."""

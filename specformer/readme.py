@@ -1,0 +1,81 @@
+"""The README's numbers, filled in from the files that the pipeline wrote; nothing is typed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from specformer.errors import UserError
+from specformer.hardware import caption
+
+COLUMNS = ["batch_size", "k", "kappa", "tps", "speedup", "speedup_min", "speedup_max", "theta"]
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A plain Markdown table of strings and numbers as they are."""
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.astype(str).values.tolist()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def table(results: Path, number: int, first: str) -> str:
+    """Table `number` of a profile, the columns that a README has room for."""
+    rows = pd.read_csv(results / "tables" / f"table{number}.csv", dtype=str, keep_default_na=False)
+    machine = pd.read_csv(results / "tables" / f"table{number}.csv").iloc[0]
+    return markdown(rows[[first, *COLUMNS]]) + f"\n\n{caption(machine)}; {machine.rounds} rounds."
+
+
+def costs(results: Path) -> str:
+    """What `make reproduce` took where these results come from."""
+    stages = json.loads((results / "costs.json").read_text()).values()
+    minutes = sum(s["seconds"] for s in stages) / 60
+    memory = max(s["peak_memory_gib"] for s in stages)
+    disk = sum(s["disk_gib"] for s in stages)
+    machine = pd.read_csv(results / "tables" / "table1.csv").iloc[0]
+    return (
+        f"`make reproduce` took {minutes:.0f} minutes after the packages were installed, at most {memory:.1f} GiB "
+        f"of memory and {disk:.1f} GiB of disk besides them, on {caption(machine)} (`specformer plan` shows it "
+        f"stage by stage)."
+    )
+
+
+def headline(results: Path) -> str:
+    """What was found, in two sentences."""
+    one = pd.read_csv(results / "tables" / "table1.csv")
+    two = pd.read_csv(results / "tables" / "table2.csv").set_index("variant")
+    drafted = one[one.method == "specformer"]
+    best = drafted.loc[drafted.groupby("batch_size").speedup.idxmax()]
+    runs = ", ".join(f"{r.speedup:.2f}x at batch {r.batch_size} (k = {r.k})" for r in best.itertuples())
+    self_distilled, plain = two.loc["self_distill"], two.loc["no_self_distill"]
+    return (
+        f"Self-distilled, the draft gives {self_distilled.kappa:.2f} tokens per step on held-out prompts, without "
+        f"self-distillation {plain.kappa:.2f} (speedup {self_distilled.speedup:.2f}x against {plain.speedup:.2f}x at "
+        f"batch {self_distilled.batch_size}). Best speedup over k = 0 at each batch size: {runs}. On this machine the "
+        f"speedup is not independent of the batch size, as the paper found it to be on its GPUs: verifying k + 1 "
+        f"tokens a row costs more, the more rows there are (Figure 1)."
+    )
+
+
+def render(text: str, results: Path) -> str:
+    """README text with every marked block filled from `results`. Raises UserError for an unknown block, and
+    for a result that is missing."""
+    blocks: dict[str, Callable[[], str]] = {
+        "costs": lambda: costs(results),
+        "headline": lambda: headline(results),
+        "table1": lambda: table(results, 1, "method"),
+        "table2": lambda: table(results, 2, "variant"),
+    }
+
+    def fill(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in blocks:
+            raise UserError(f"the README marks an unknown block {name!r}; known: {', '.join(blocks)}")
+        try:
+            return f"<!-- specformer:{name} -->\n{blocks[name]()}\n<!-- /specformer -->"
+        except FileNotFoundError as error:
+            raise UserError(f"{error.filename} is missing: run `dvc repro` first") from error
+
+    return re.sub(r"<!-- specformer:(\w+) -->\n.*?<!-- /specformer -->", fill, text, flags=re.DOTALL)
