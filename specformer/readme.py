@@ -36,9 +36,9 @@ def costs(results: Path) -> str:
     disk = sum(s["disk_gib"] for s in stages)
     machine = pd.read_csv(results / "tables" / "table1.csv").iloc[0]
     return (
-        f"`make reproduce` took {minutes:.0f} minutes after the packages were installed, at most {memory:.1f} GiB "
-        f"of memory and {disk:.1f} GiB of disk besides them, on {caption(machine)} (`specformer plan` shows it "
-        f"stage by stage)."
+        f"`make reproduce` took {minutes:.0f} minutes after the packages were installed, at most "
+        f"{memory:.1f} GiB of memory and {disk:.1f} GiB of disk besides them, on {caption(machine)} "
+        f"(`specformer plan` shows it stage by stage)."
     )
 
 
@@ -51,11 +51,10 @@ def headline(results: Path) -> str:
     runs = ", ".join(f"{r.speedup:.2f}x at batch {r.batch_size} (k = {r.k})" for r in best.itertuples())
     self_distilled, plain = two.loc["self_distill"], two.loc["no_self_distill"]
     return (
-        f"Self-distilled, the draft gives {self_distilled.kappa:.2f} tokens per step on held-out prompts, without "
-        f"self-distillation {plain.kappa:.2f} (speedup {self_distilled.speedup:.2f}x against {plain.speedup:.2f}x at "
-        f"batch {self_distilled.batch_size}). Best speedup over k = 0 at each batch size: {runs}. On this machine the "
-        f"speedup is not independent of the batch size, as the paper found it to be on its GPUs: verifying k + 1 "
-        f"tokens a row costs more, the more rows there are (Figure 1)."
+        f"Self-distilled, the draft gives {self_distilled.kappa:.2f} tokens per step on held-out prompts, "
+        f"without self-distillation {plain.kappa:.2f} (speedup {self_distilled.speedup:.2f}x against "
+        f"{plain.speedup:.2f}x at batch {self_distilled.batch_size}). Best speedup over k = 0 at each batch "
+        f"size: {runs}."
     )
 
 
