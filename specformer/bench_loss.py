@@ -23,7 +23,8 @@ def _work(kind: str, folder: str, anchors: int, draft_length: int, repeats: int,
     L = base.num_layers
     torch.manual_seed(0)
     config = DraftConfig.for_base(base, "specformer", (0, L // 2, L - 1, L), draft_length=draft_length)
-    draft = SpecFormer(config).to(base.dtype)
+    draft = SpecFormer(config)
+    draft.to(base.dtype)
     draft.start_from(base)
     x = torch.randn(anchors, config.hidden_size, dtype=base.dtype)
     labels = torch.randint(0, base.model.config.vocab_size, (anchors, draft_length))

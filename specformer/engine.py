@@ -134,7 +134,8 @@ def pack_linears(module: nn.Module) -> None:
     """Give every linear of a draft model the same inference matmul as the base LLM (`target.linear`)."""
     for m in module.modules():
         if isinstance(m, nn.Linear):
-            m.forward = linear(m.weight.data, None if m.bias is None else m.bias.data)
+            run = linear(m.weight.data, None if m.bias is None else m.bias.data)
+            m.forward = run  # type: ignore[method-assign]
 
 
 class Engine:
@@ -236,7 +237,7 @@ class Engine:
         if request.temperature > 0:
             # a request's draws depend on its seed and the token's position alone, never on the batch
             generator = torch.Generator().manual_seed(request.seed)
-            count = request.max_new_tokens + self.k + 1
+            count = request.max_new_tokens + 2 * self.k + 1  # a step may run over the end, its drafts too
             uniform = torch.rand(count, 3, generator=generator, dtype=torch.float64)
             uniform = uniform.to(self.base.device)
         self._length[slot] = 0
@@ -287,7 +288,9 @@ class Engine:
             # longest first: rows of one pass have similar lengths, so little of it is padding
             order = sorted(left, key=lambda s: -left[s])
             n = min(left[order[0]], self.prefill_chunk)
-            chosen = order[: max(1, self.prefill_chunk // n)]
+            # padded to n, a row near its limit would run over the cache's end: it comes in a later pass
+            fitting = [s for s in order if slots[s].prefilled + n <= self.store.limit]
+            chosen = fitting[: max(1, self.prefill_chunk // n)]
             spent += n * len(chosen)
             with self._timed("prefill"):
                 self._prefill_pass(slots, chosen, n)
@@ -310,7 +313,7 @@ class Engine:
         token = self._choose(rows, logits)[:, 0]
         self._length[index] = start + last + 1
         self._pending[index] = token
-        self._propose(rows, index, taps, last, token, window)
+        self._propose(rows, index, taps, last, token, window, torch.ones_like(last))
 
         for row, part, first in zip(rows, parts, token.tolist(), strict=True):
             row.prefilled += len(part)
@@ -340,7 +343,7 @@ class Engine:
             self._length[:B] += advance
             self._pending[:B] = token
         with self._timed("draft"):
-            self._propose(slots, slice(0, B), taps, accepted, token, window)
+            self._propose(slots, slice(0, B), taps, accepted, token, window, accepted + 1)
         with self._timed("rest"):
             host = torch.cat((accepted[:, None], run), 1).tolist()  # the one synchronisation of a step
             for row, (a, *tokens) in zip(slots, host, strict=True):
@@ -371,7 +374,10 @@ class Engine:
         last: Tensor,
         pending: Tensor,
         window: Window,
+        uncommitted: Tensor,
     ) -> None:
+        """Have the draft model fill the rows' next drafts. uncommitted (B,): tokens of each row that are
+        chosen but not in its result yet, so that the first draft is for the token after them."""
         if self.draft is None or taps is None:
             return
 
@@ -381,8 +387,7 @@ class Engine:
             if drawn:
                 if self._q is None:
                     self._q = logits.new_zeros(self.batch_size, self.k, logits.shape[-1], dtype=torch.float32)
-                # the pending token is drawn but not committed yet, hence the 1
-                q, uniform = self._distribution(rows, drawn, logits, ahead=1 + j)
+                q, uniform = self._distribution(rows, drawn, logits, uncommitted + j)
                 tokens[drawn] = sampling.draw(q, uniform[..., 2])
                 slots = torch.arange(self.batch_size, device=logits.device)[index][drawn]
                 self._q[slots, j : j + logits.shape[1]] = q
@@ -406,9 +411,12 @@ class Engine:
         return choice
 
     def _distribution(
-        self, rows: list[Row], drawn: list[int], logits: Tensor, ahead: int = 0
+        self, rows: list[Row], drawn: list[int], logits: Tensor, ahead: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """float32 probabilities (R, n, V) and the uniforms (R, n, 3) of the rows that sample."""
+        """float32 probabilities (R, n, V) and the uniforms (R, n, 3) of the rows that sample.
+
+        ahead (B,), at most 2 k: how many tokens behind a row's result its first position lies. Each position
+        has its own uniforms: one that served two tokens would make them depend on each other."""
         asked = [rows[b].request for b in drawn]
         device, n = logits.device, logits.shape[1]
         p = sampling.distribution(
@@ -417,12 +425,17 @@ class Engine:
             torch.tensor([r.top_k for r in asked], device=device),
             torch.tensor([r.top_p for r in asked], device=device),
         )
+        reach = n if ahead is None else n + 2 * self.k
         uniform = []
         for b in drawn:
-            numbers, at = rows[b].uniform, len(rows[b].result.ids) + ahead
+            numbers, at = rows[b].uniform, len(rows[b].result.ids)
             assert numbers is not None
-            uniform.append(numbers[at : at + n])
-        return p, torch.nn.utils.rnn.pad_sequence(uniform, batch_first=True)
+            uniform.append(numbers[at : at + reach])
+        padded = torch.nn.utils.rnn.pad_sequence(uniform, batch_first=True)
+        if ahead is not None:  # known to the device alone: no synchronisation
+            at = ahead[drawn, None] + torch.arange(n, device=device)
+            padded = padded.gather(1, at[..., None].expand(-1, -1, 3))
+        return p, padded
 
     def _commit(self, row: Row, tokens: list[int]) -> int:
         """Append tokens one by one until the row ends; returns how many entered the output."""
@@ -457,4 +470,5 @@ class Engine:
     def _text(self, ids: list[int]) -> str:
         if self.base.tokenizer is None:  # `hf.CustomGenerate` may be called without one
             return ""
-        return self.base.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.base.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)

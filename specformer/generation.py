@@ -96,7 +96,7 @@ def _pieces(result: Result, tokenizer: PreTrainedTokenizerBase) -> Iterator[tupl
     ids, text = [], ""
     for part, drafted in spans(result):
         ids = ids + part
-        longer = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
+        longer = str(tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
         yield longer[len(text) :], drafted
         text = max(text, longer, key=len)
 

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import (
-    EosTokenCriteria,
+from transformers.generation.logits_process import (
     LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from specformer.base import Base

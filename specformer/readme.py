@@ -25,7 +25,7 @@ def table(results: Path, number: int, first: str) -> str:
     """Table `number` of a profile, the columns that a README has room for."""
     rows = pd.read_csv(results / "tables" / f"table{number}.csv", dtype=str, keep_default_na=False)
     machine = pd.read_csv(results / "tables" / f"table{number}.csv").iloc[0]
-    return markdown(rows[[first, *COLUMNS]]) + f"\n\n{caption(machine)}; {machine.rounds} rounds."
+    return markdown(rows.loc[:, [first, *COLUMNS]]) + f"\n\n{caption(machine)}; {machine.rounds} rounds."
 
 
 def costs(results: Path) -> str:

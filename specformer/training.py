@@ -251,7 +251,7 @@ def train(
     settings or a corrupt one, and a loss that is not finite (step and dialogues named).
     """
     out_dir = Path(out_dir)
-    settings = {k: v for k, v in locals().items() if isinstance(v, int | float | str | tuple)}
+    settings: dict[str, Any] = {k: v for k, v in locals().items() if isinstance(v, int | float | str | tuple)}
     for place in ("out_dir", "hidden_dir", "hidden_gib"):
         settings.pop(place, None)
     settings |= {"rows": len(rows), "base": draft.config.base_fingerprint}
@@ -324,7 +324,7 @@ def train(
                     )
             summed = torch.tensor([loss], dtype=torch.float64, device=base.device)
             loss = float(accelerator.reduce(summed, "sum")[0])
-            correct = accelerator.reduce(correct, "sum")
+            correct = torch.as_tensor(accelerator.reduce(correct, "sum"))
             accelerator.clip_grad_norm_(draft.parameters(), clip)
             optimizer.step()
             rate = scheduler.get_last_lr()[0]

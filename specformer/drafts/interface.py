@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -79,7 +79,8 @@ class DraftConfig:
     @classmethod
     def for_base(cls, base: Base, kind: str, hooks: tuple[int, ...], **options) -> DraftConfig:
         """The config of a new draft for `base`; options are draft_length and the ablation switches."""
-        config, layer = base.model.config, base.model.model.layers[-1].self_attn
+        config: Any = base.model.config
+        layer: Any = base.model.model.layers[-1].self_attn
         return cls(
             kind=kind,
             base_name=base.name,
@@ -214,10 +215,13 @@ def check_fits(config: DraftConfig, base: Base, folder: Path) -> None:
         )
 
 
-def register(kind: str) -> Callable[[type[Draft]], type[Draft]]:
+D = TypeVar("D", bound=Draft)
+
+
+def register(kind: str) -> Callable[[type[D]], type[D]]:
     """Class decorator: make a draft model loadable under `kind`."""
 
-    def add(cls: type[Draft]) -> type[Draft]:
+    def add(cls: type[D]) -> type[D]:
         Draft.kinds[kind] = cls
         return cls
 

@@ -6,6 +6,8 @@ that is drafted from. Draft position j (0-based) predicts token t + 2 + j: t + 1
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,7 +49,7 @@ class Attention(nn.Module):
         q, k = qk.split((self.heads, self.kv_heads), 2)
         return q, k, v
 
-    def copy_from(self, layer: nn.Module) -> None:
+    def copy_from(self, layer: Any) -> None:
         """The base layer's projections; the output starts at zero, so the block starts as the identity."""
         projections = [layer.q_proj, layer.k_proj, layer.v_proj]
         self.qkv.weight.data.copy_(torch.cat([m.weight for m in projections]))
@@ -134,6 +136,15 @@ class DraftBlock(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
+    def start(self, layer: Any) -> None:
+        """The base layer's weights, with zeroed outputs: the block starts as the identity."""
+        self.attention.copy_from(layer.self_attn)
+        self.norm.weight.data.copy_(layer.input_layernorm.weight)
+        self.mlp_norm.weight.data.copy_(layer.post_attention_layernorm.weight)
+        self.mlp.gate.weight.data.copy_(layer.mlp.gate_proj.weight)
+        self.mlp.up.weight.data.copy_(layer.mlp.up_proj.weight)
+        nn.init.zeros_(self.mlp.down.weight)
+
     def forward(self, x: Tensor, target: Target) -> Tensor:
         """x (N, l_d, H) -> (N, l_d, H)."""
         cos = sin = None
@@ -178,12 +189,7 @@ class SpecFormer(Draft):
         self.context.norm.weight.data.copy_(layer.input_layernorm.weight)
         self.positional.start()
         for block in self.blocks:
-            block.attention.copy_from(layer.self_attn)
-            block.norm.weight.data.copy_(layer.input_layernorm.weight)
-            block.mlp_norm.weight.data.copy_(layer.post_attention_layernorm.weight)
-            block.mlp.gate.weight.data.copy_(layer.mlp.gate_proj.weight)
-            block.mlp.up.weight.data.copy_(layer.mlp.up_proj.weight)
-            nn.init.zeros_(block.mlp.down.weight)
+            cast(DraftBlock, block).start(layer)
 
     def downsample(self, taps: Tensor) -> Tensor:
         """Grouped RMSNorm and downsampler (Equation 7): (B, n, groups, H) -> (B, n, H)."""
