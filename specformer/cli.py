@@ -178,6 +178,50 @@ def bench_loss(profile: Profile = "cpu", anchors: int = 512) -> None:
     )
 
 
+@bench.command("engine")
+def bench_engine(
+    profile: Profile = "cpu",
+    batch_size: Annotated[list[int] | None, typer.Option(help="May be given several times.")] = None,
+    k: int = 4,
+    rounds: Annotated[int, typer.Option(help="Timed rounds, after one to warm up.")] = 3,
+    max_new_tokens: int = 128,
+    draft: Annotated[
+        Path | None, typer.Option(help="Draft folder; default: the profile's specformer.")
+    ] = None,
+    vllm_python: Annotated[str | None, typer.Option(help="Python of an environment with vLLM.")] = None,
+) -> None:
+    """Our k = 0 and SpecFormer against transformers, its prompt lookup, and vLLM where it is named."""
+    from specformer.bench import evaluation_requests
+    from specformer.bench_engine import bench_engine
+    from specformer.chat import encode_prompt
+    from specformer.corpora import read_dialogues
+    from specformer.drafts import load_draft
+
+    run = pipeline.open_run(profile)
+    llm = run.load_base()
+    model = load_draft(draft or run.require(run.paths.drafts / "specformer", "train"), llm)
+    rows = read_dialogues(run.require(run.paths.corpus / "test.parquet", "corpus"))
+    rows = [row | {"set": "dialogues"} for row in rows]
+    requests = evaluation_requests(rows, lambda m: encode_prompt(llm.tokenizer, m), max_new_tokens)
+    requests = [r for r in requests if 20 <= len(r.prompt_ids) <= 200]
+    table = bench_engine(
+        llm,
+        model,
+        requests,
+        batch_sizes=batch_size or [1, 4, 16, 64],
+        k=k,
+        rounds=rounds,
+        max_length=200 + max_new_tokens,
+        vllm_python=vllm_python,
+        folder=run.paths.base,
+    )
+    path = run.paths.results / "engine_bench.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(path, index=False, float_format="%.4f")
+    shown = table.drop(columns=["cpu", "dtype", "threads", "rounds"])
+    print(shown.to_string(index=False, float_format=lambda x: f"{x:.2f}", na_rep=""))
+
+
 def main() -> None:
     """Run the command line; errors for people end with status 2, Ctrl-C with 130."""
     # Progress must show as it comes, also through a pipe.

@@ -51,7 +51,6 @@ class CustomGenerate:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        attention_mask: Tensor | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
@@ -64,7 +63,9 @@ class CustomGenerate:
         stop = tuple(
             [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or ()
         )
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        # not a parameter of its own: `generate` would take it out of its own preparation
+        mask = model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
         requests = [
             Request(
                 id=str(i),
