@@ -94,7 +94,9 @@ def make_batch(
     ids = torch.nn.utils.rnn.pad_sequence([s.ids for s in sequences], batch_first=True)
     rows = torch.cat([torch.full_like(s.anchors, b) for b, s in enumerate(sequences)])
     columns = torch.cat([s.anchors for s in sequences])
-    order = torch.argsort(columns * 2654435761 % 2**31 + rows)  # mix rows, so that thinning is fair
+    # interleave by each sequence's own (random) order, so that thinning takes the same share of every one
+    share = torch.cat([torch.arange(len(s.anchors)) / len(s.anchors) for s in sequences])
+    order = torch.argsort(share, stable=True)
     rows, columns = rows[order], columns[order]
     labels = thin(draft_labels(ids, rows, columns, lengths, draft_length), decay)
     return Batch(
