@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from specformer.base import Base, base_fingerprint
 from specformer.chat import encode_answer, encode_prompt
 from specformer.engine import Engine, Request, Result
-from specformer.errors import UserError
 from specformer.progress import Progress
-from specformer.shards import ShardWriter, read_shards
+from specformer.shards import ShardWriter, read_rows
 
 ROWS = pa.schema(
     [
@@ -157,23 +156,6 @@ def reference_rows(
             if name not in writer.done:
                 writer.add(row)
     return _summary(read_rows(out_dir, dialogues))
-
-
-def read_rows(folder: str | Path, dialogues: Dialogues | None = None) -> list[dict[str, Any]]:
-    """Rows that `distill` or `reference_rows` stored, in the order of `dialogues` (else by id).
-
-    Raises UserError when shards are missing or damaged, or when a dialogue has no row yet.
-    """
-    rows = {row["id"]: row for row in read_shards(folder)}
-    if dialogues is None:
-        return [rows[name] for name in sorted(rows)]
-    missing = [row["id"] for row in dialogues if row["id"] not in rows]
-    if missing:
-        raise UserError(
-            f"{folder} has no rows for {len(missing)} of {len(dialogues)} dialogues (for example "
-            f"{missing[0]}): run the distill stage to its end"
-        )
-    return [rows[row["id"]] for row in dialogues]
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -171,3 +171,22 @@ def read_shards(folder: str | Path) -> list[dict[str, Any]]:
     if not shards:
         raise UserError(f"{folder} holds no shards: run the stage that makes them")
     return [row for shard in shards for row in read_table(shard)]
+
+
+def read_rows(
+    folder: str | Path, dialogues: Sequence[Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Rows of a folder of shards in the order of `dialogues` (rows with the same ids; else by id).
+
+    Raises UserError when shards are missing or damaged, or when a dialogue has no row yet.
+    """
+    rows = {row["id"]: row for row in read_shards(folder)}
+    if dialogues is None:
+        return [rows[name] for name in sorted(rows)]
+    missing = [row["id"] for row in dialogues if row["id"] not in rows]
+    if missing:
+        raise UserError(
+            f"{folder} has no rows for {len(missing)} of {len(dialogues)} dialogues (for example "
+            f"{missing[0]}): run the distill stage to its end"
+        )
+    return [rows[row["id"]] for row in dialogues]
