@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from specformer.base import load_base
 from specformer.drafts import DraftConfig, SpecFormer
 from specformer.hardware import describe, peak_memory
 from specformer.losses import head_loss
+from specformer.probes import plain_head_loss
 from specformer.target import Target
 
 
@@ -35,14 +35,11 @@ def _work(kind: str, folder: str, anchors: int, draft_length: int, repeats: int,
         start = time.perf_counter()
         hidden = draft.draft(x, target)
         if kind == "plain":
-            logits = F.linear(target.norm(hidden), target.head_weight)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-            loss.backward()
-            value = float(loss)
+            value, grad = plain_head_loss(hidden, labels, weights, target)
         else:
             scored = head_loss(hidden.detach(), labels, weights, target)
-            hidden.backward(scored.grad)
-            value = scored.loss
+            value, grad = scored.loss, scored.grad
+        hidden.backward(grad)
         seconds.append(time.perf_counter() - start)
         draft.zero_grad(set_to_none=True)
     pipe.send({"loss": value, "seconds": sorted(seconds[1:])[repeats // 2], "gib": peak_memory() - before})

@@ -1,0 +1,68 @@
+"""Hidden states kept on disk are the base's own, and nobody else's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specformer.errors import UserError
+from specformer.hidden import HiddenStates
+from specformer.target import Target
+from specformer.training import Sequence_
+
+HOOKS = (0, 2, 4)
+
+
+def sequence(name, ids):
+    return Sequence_(name, torch.tensor(ids), torch.tensor([0]))
+
+
+@pytest.fixture
+def batch():
+    return [sequence("a", [5, 6, 7, 8, 9]), sequence("b", [9, 8, 7])]
+
+
+def test_stored_states_equal_computed_ones(tiny_llama, tmp_path, batch):
+    target = Target(tiny_llama, 32)
+    computed = HiddenStates(target, HOOKS, None)(batch)
+    stored = HiddenStates(target, HOOKS, tmp_path / "hidden")
+    first = stored(batch)
+    target.encode = None  # type: ignore[assignment]  # the second time nothing may be computed
+    second = stored(list(reversed(batch)))
+    assert torch.equal(first, second.flip(0))
+    assert torch.equal(first[0], computed[0]) and torch.allclose(first[1, :3], computed[1, :3])
+    assert (first[1, 3:] == 0).all()
+    size = sum(f.stat().st_size for f in (tmp_path / "hidden").iterdir())
+    assert size >= 8 * stored.bytes_per_token() == 8 * len(HOOKS) * 64 * 4
+    stored.clear()
+    assert not (tmp_path / "hidden").exists()
+
+
+def test_same_id_with_other_tokens_is_computed_again(tiny_llama, tmp_path, batch):
+    states = HiddenStates(Target(tiny_llama, 32), HOOKS, tmp_path)
+    states(batch)
+    other = states([sequence("a", [5, 6, 7, 8, 1])])
+    assert torch.equal(
+        other, HiddenStates(Target(tiny_llama, 32), HOOKS, None)([sequence("a", [5, 6, 7, 8, 1])])
+    )
+
+
+def test_states_of_another_base_or_hooks_are_refused(tiny_llama, tiny_qwen3, tmp_path, batch):
+    HiddenStates(Target(tiny_llama, 32), HOOKS, tmp_path)(batch)
+    with pytest.raises(UserError, match="hooks"):
+        HiddenStates(Target(tiny_llama, 32), (0, 1, 4), tmp_path)(batch)
+    with pytest.raises(UserError, match="base"):
+        HiddenStates(Target(tiny_qwen3, 32), HOOKS, tmp_path)(batch)
+
+
+def test_damaged_files_are_named(tiny_llama, tmp_path, batch):
+    states = HiddenStates(Target(tiny_llama, 32), HOOKS, tmp_path)
+    states(batch)
+    file = sorted(tmp_path.iterdir())[0]
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=file.name):
+        states(batch)
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UserError, match="checksum"):
+        states(batch)
