@@ -24,6 +24,7 @@ from specformer.drafts.interface import Draft
 from specformer.engine import Engine, EngineStats, Request, Result
 from specformer.errors import UserError
 from specformer.progress import Progress
+from specformer.sampling import greedy
 from specformer.target import Target
 
 BASELINE = "none"
@@ -228,7 +229,7 @@ def forward_costs(
                     clock = time.perf_counter()
                     window = Window.at(window_rows, start, n, context + n, target.dtype, fresh=False)
                     hidden, _ = target.forward(ids[:, :n], window, store)
-                    target.logits(hidden).argmax(-1).cpu()
+                    greedy(target.logits(hidden)).cpu()
                     seconds = time.perf_counter() - clock
                     if bar is not None:
                         bar.advance(1, f"batch {batch_size}")

@@ -382,7 +382,7 @@ class Engine:
             return
 
         def choose(logits: Tensor, j: int) -> Tensor:
-            tokens = logits.argmax(-1)
+            tokens = sampling.greedy(logits)
             drawn = self._drawn(rows) if self.sample_drafts else []
             if drawn:
                 if self._q is None:
@@ -403,7 +403,7 @@ class Engine:
 
     def _choose(self, rows: list[Row], logits: Tensor) -> Tensor:
         """The base LLM's own tokens (B, n) from logits (B, n, V): argmax, or drawn where a row asks so."""
-        choice = logits.argmax(-1)
+        choice = sampling.greedy(logits)
         drawn = self._drawn(rows)
         if drawn:
             p, uniform = self._distribution(rows, drawn, logits)

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """The most probable token (...) of logits (..., V). On a CPU `max` is four times as fast as `argmax`."""
+    return logits.max(-1).indices
+
+
 def distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Logits (R, n, V) -> probabilities (R, n, V) in float32 after temperature, top-k and top-p, as
     transformers applies them (in that order; top-p keeps the smallest set reaching p, at least one token).

@@ -31,6 +31,7 @@ from specformer.errors import UserError
 from specformer.hidden import GIB, HiddenStates
 from specformer.losses import head_loss
 from specformer.progress import Progress
+from specformer.sampling import greedy
 from specformer.target import Target
 
 Row = dict[str, Any]
@@ -195,7 +196,7 @@ def validate(draft: Draft, target: Target, rows: Sequence[Row], max_length: int)
         _, taps = target.encode(ids[None].to(device), draft.hooks)
         assert taps is not None
         hidden = draft.training_hidden(taps, zeros.to(device), columns.to(device), target)
-        guess = torch.cat([target.logits(h).argmax(-1) for h in hidden.to(target.dtype).split(256)]).cpu()
+        guess = torch.cat([greedy(target.logits(h)) for h in hidden.to(target.dtype).split(256)]).cpu()
         hit = guess == labels
         right += hit.sum(0)
         seen += (labels >= 0).sum(0)
