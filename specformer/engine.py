@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specformer import sampling
 from specformer.base import Base
 from specformer.cache import Window
 from specformer.drafts.interface import Draft
 from specformer.errors import UserError
-from specformer.target import Target, linear
+from specformer.target import Target, pack_linears
 
 FinishReason = Literal["stop", "stop_string", "length"]
 
@@ -128,14 +128,6 @@ class Row:
     def length(self) -> int:
         """Tokens in the cache that count: all but the pending one (the device's `length`, known here too)."""
         return self.prefilled + max(0, len(self.result.ids) - 1)
-
-
-def pack_linears(module: nn.Module) -> None:
-    """Give every linear of a draft model the same inference matmul as the base LLM (`target.linear`)."""
-    for m in module.modules():
-        if isinstance(m, nn.Linear):
-            run = linear(m.weight.data, None if m.bias is None else m.bias.data)
-            m.forward = run  # type: ignore[method-assign]
 
 
 class Engine:

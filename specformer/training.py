@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
@@ -32,7 +33,7 @@ from specformer.hidden import GIB, HiddenStates
 from specformer.losses import head_loss
 from specformer.progress import Progress
 from specformer.sampling import greedy
-from specformer.target import Target
+from specformer.target import Target, unpack_linears
 
 Row = dict[str, Any]
 LOG, CHECKPOINT, DONE = "log.jsonl", "checkpoint", "summary.json"
@@ -201,9 +202,9 @@ def validate(draft: Draft, target: Target, rows: Sequence[Row], max_length: int)
         right += hit.sum(0)
         seen += (labels >= 0).sum(0)
         accepted = hit.long().cumprod(1).sum(1).tolist()
+        tokens += len(accepted)  # all after the prefill's token; nothing beyond the end counts
         at = 0
         while at < len(accepted):
-            tokens += accepted[at] + 1
             steps += 1
             at += accepted[at] + 1
     return {
@@ -272,12 +273,14 @@ def train(
             f"{max_length}: raise train.max_length or shorten the prompts"
         )
 
+    AcceleratorState._reset_state()  # it keeps the precision of the process's first run otherwise
     precision = DTYPES.get(dtype, base.dtype)
     accelerator = Accelerator(
         cpu=base.device.type == "cpu", mixed_precision="bf16" if precision == torch.bfloat16 else "no"
     )
     target = target or Target(base, max_length)
     plan = Schedule(rows, sequences_per_step, epochs, max_length, anchor_fraction, seed)
+    unpack_linears(draft)
     draft = draft.to(base.device, torch.float32).train()
     optimizer = torch.optim.AdamW(draft.parameters(), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     scheduler = get_cosine_with_min_lr_schedule_with_warmup(
@@ -288,6 +291,8 @@ def train(
     accelerator.register_for_checkpointing(state, scheduler)
     out_dir.mkdir(parents=True, exist_ok=True)
     _resume(accelerator, state, out_dir, settings)
+    if accelerator.is_main_process:  # of other settings: from here on the folder is no longer that run's
+        (out_dir / DONE).unlink(missing_ok=True)
 
     hidden_states = _hidden_states(target, draft, rows, plan, max_length, hidden_gib, hidden_dir, out_dir)
     average = sum(_total(r, max_length) for r in rows) / len(rows)
