@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers import MixedSpecFormer, nano_base, perturbed_specformer, prompts
 
-from specformer.cache import KVStore, Window
+from specformer import cache
+from specformer.cache import KVStore, Window, segments
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
 from specformer.target import Target
@@ -99,6 +100,39 @@ def test_window_masks_by_each_rows_length():
     assert picked.positions.tolist() == [[1], [3]] and picked.mask is not None
     assert (picked.mask[:, 0, 0] == 0).tolist() == [[True] * 2 + [False] * 3, [True] * 4 + [False]]
     assert Window.at(slice(0, 1), torch.tensor([0]), 3, 3, torch.float32, True).mask is None
+
+
+def test_segments_put_rows_of_similar_length_together():
+    assert segments([300]) == [(0, 1, 300)]
+    assert segments([300, 310, 290]) == [(0, 3, 310)]
+    assert segments([2000, 20, 30, 1900]) == [(0, 1, 2000), (1, 3, 30), (3, 4, 1900)]
+    rng = random.Random(0)
+    for _ in range(50):
+        ends = [rng.randint(1, 3000) for _ in range(rng.randint(1, 20))]
+        runs = segments(ends)
+        assert [r for a, b, _ in runs for r in range(a, b)] == list(range(len(ends)))
+        assert all(longest == max(ends[a:b]) for a, b, longest in runs)
+
+
+@pytest.mark.parametrize("cost", [0, 10**6])
+def test_rows_attended_apart_or_together_are_the_same(tiny_qwen3, cost, monkeypatch):
+    monkeypatch.setattr(cache, "SEGMENT_COST", cost)
+    target = Target(tiny_qwen3, 64)
+    store = target.new_store(4, 64)
+    store.ensure(64)
+    rows = prompts(tiny_qwen3, 4, longest=50)
+    for b, row in enumerate(rows):
+        start = torch.tensor([0])
+        window = Window.at(torch.tensor([b]), start, len(row), len(row), torch.float32, True)
+        target.forward(torch.tensor([row]), window, store)
+    start, new = torch.tensor([len(r) for r in rows]), torch.tensor([[7, 8, 9]] * 4)
+    ends = [len(r) + 3 for r in rows]
+    window = Window.at(slice(0, 4), start, 3, max(ends), torch.float32, False, ends)
+    assert len(window.runs) == (1 if cost else len(segments(ends)))
+    hidden, _ = target.forward(new, window, store)
+    for b, row in enumerate(rows):
+        alone, _ = target.encode(torch.tensor([row + [7, 8, 9]]))
+        torch.testing.assert_close(hidden[b], alone[0, -3:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
