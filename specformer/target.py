@@ -61,6 +61,21 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return lambda x: run(x, packed, bias, "none", [], "")
 
 
+def pack_linears(module: nn.Module) -> None:
+    """Give every linear of a draft model the same inference matmul as the base LLM (`target.linear`)."""
+    for m in module.modules():
+        if isinstance(m, nn.Linear):
+            run = linear(m.weight.data, None if m.bias is None else m.bias.data)
+            m.forward = run  # type: ignore[method-assign]
+
+
+def unpack_linears(module: nn.Module) -> None:
+    """Undo `pack_linears`: packed weights are copies that learn nothing and follow no change of dtype."""
+    for m in module.modules():
+        if isinstance(m, nn.Linear):
+            m.__dict__.pop("forward", None)
+
+
 @dataclass
 class Layer:
     """One decoder layer's weights, ready to run. q_k_norm: Qwen3's per-head scales (Hq + Hkv, D)."""
