@@ -1,0 +1,64 @@
+"""Run by tests/test_distributed.py under torchrun: train a draft on the tiny base, in float32.
+
+Arguments: base folder, rows (JSON), output folder, and a count of steps after which to stop (0: none).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from specformer import training
+from specformer.base import load_base
+from specformer.drafts import DraftConfig, SpecFormer
+
+
+def main() -> None:
+    folder, rows, out, stop = sys.argv[1:5]
+    base = load_base(folder, dtype="float32", device="cpu")
+    torch.manual_seed(0)
+    draft = SpecFormer(DraftConfig.for_base(base, "specformer", (0, 2, 3, 4), draft_length=3))
+    draft.start_from(base)
+    with open(rows) as file:
+        data = json.load(file)
+    if int(stop):
+        step = training.Schedule.step
+
+        def dying(self, s):
+            if s == int(stop):
+                raise KeyboardInterrupt
+            return step(self, s)
+
+        training.Schedule.step = dying  # type: ignore[method-assign]
+    try:
+        training.train(
+            base,
+            draft,
+            data,
+            data[:3],
+            out,
+            epochs=1,
+            sequences_per_step=6,
+            micro_batch=2,
+            max_length=64,
+            anchor_fraction=0.5,
+            anchor_decay=1.0,
+            lr=1e-3,
+            min_lr=1e-4,
+            warmup=0.25,
+            eps=1e-8,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            clip=1.0,
+            validate_every=2,
+            checkpoint_every=2,
+            dtype="float32",
+        )
+    except KeyboardInterrupt:
+        pass
+
+
+if __name__ == "__main__":
+    main()
