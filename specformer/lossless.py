@@ -49,7 +49,7 @@ def check_greedy(base: Base, requests: Sequence[Request], ours: Mapping[str, lis
 def generate_alone(base: Base, request: Request) -> list[int]:
     """The new tokens of transformers' own greedy `generate` for one request."""
     ids = torch.tensor([request.prompt_ids], device=base.device)
-    out = base.model.generate(
+    out = base.model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=request.max_new_tokens,

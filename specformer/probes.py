@@ -60,7 +60,8 @@ def peak_mib(work: Callable[[], Any], device: torch.device) -> float:
         work()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    ordered = sorted(events, key=lambda e: e.start_ns())
+    held = accumulate(e.nbytes() for e in ordered)  # type: ignore[attr-defined]
     return max(held, default=0) / MIB
 
 

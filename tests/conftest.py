@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from specformer.base import Base, load_base, prepare_base
+from specformer.drafts import DraftConfig, SpecFormer
 
 CHATML = (
     "{% for message in messages %}"
@@ -177,6 +178,17 @@ def tiny_qwen2(tiny_qwen2_folder) -> Base:
 @pytest.fixture(scope="session")
 def tiny_llama(tiny_llama_folder) -> Base:
     return load_base(tiny_llama_folder, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_draft_folder(tiny_llama, tmp_path_factory) -> Path:
+    """A saved, untrained draft for `tiny_llama`, of 4 positions."""
+    torch.manual_seed(0)
+    draft = SpecFormer(DraftConfig.for_base(tiny_llama, "specformer", (0, 2, 3, 4), draft_length=4))
+    draft.start_from(tiny_llama)
+    folder = tmp_path_factory.mktemp("draft")
+    draft.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -22,20 +22,6 @@ def prompts(base, count, seed=0, longest=40):
     return [rng.choices(vocab, k=n) for n in lengths[:count]]
 
 
-def generate_alone(base, request):
-    """The new tokens of transformers' own greedy generate for one request."""
-    ids = torch.tensor([request.prompt_ids])
-    out = base.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=request.max_new_tokens,
-        do_sample=False,
-        eos_token_id=[*base.stop_token_ids, *request.stop_token_ids],
-        pad_token_id=base.stop_token_ids[0],
-    )
-    return out[0, ids.shape[1] :].tolist()
-
-
 def run(base, requests, draft=None, **options):
     """Decode and return the results by id, and the engine."""
     engine = Engine(base, draft, max_length=options.pop("max_length", 256), **options)

@@ -6,21 +6,8 @@ import json
 import sys
 
 import pytest
-import torch
 
 from specformer import cli
-from specformer.drafts import DraftConfig, SpecFormer
-
-
-@pytest.fixture(scope="module")
-def draft_folder(tiny_llama, tmp_path_factory):
-    torch.manual_seed(0)
-    config = DraftConfig.for_base(tiny_llama, "specformer", (0, 2, 3, 4), draft_length=4)
-    draft = SpecFormer(config)
-    draft.start_from(tiny_llama)
-    folder = tmp_path_factory.mktemp("draft")
-    draft.save_pretrained(folder)
-    return folder
 
 
 def call(monkeypatch, *arguments) -> int:
@@ -34,22 +21,22 @@ def call(monkeypatch, *arguments) -> int:
 
 
 def test_generate_answers_one_prompt_and_says_how_drafting_went(
-    monkeypatch, capsys, tiny_llama_folder, draft_folder
+    monkeypatch, capsys, tiny_llama_folder, tiny_draft_folder
 ):
-    arguments = ("--base", tiny_llama_folder, "--draft", draft_folder, "--max-new-tokens", 8)
+    arguments = ("--base", tiny_llama_folder, "--draft", tiny_draft_folder, "--max-new-tokens", 8)
     assert call(monkeypatch, "generate", "--prompt", "Hello", *arguments) == 0
     assert "tokens per step" in capsys.readouterr().err
 
 
 def test_generate_answers_the_lines_that_it_can(
-    monkeypatch, capsys, tmp_path, tiny_llama_folder, draft_folder
+    monkeypatch, capsys, tmp_path, tiny_llama_folder, tiny_draft_folder
 ):
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "Hello", "id": "a"}\n{broken\n{"prompt": "What is a river?", "id": "c"}\n')
     status = call(
         monkeypatch,
         *("generate", "--input", source, "--output", sink, "--base", tiny_llama_folder),
-        *("--draft", draft_folder, "--max-new-tokens", 6, "--k", 2),
+        *("--draft", tiny_draft_folder, "--max-new-tokens", 6, "--k", 2),
     )
     assert status == 1 and "line 2 is not JSON" in capsys.readouterr().err
     records = [json.loads(line) for line in sink.read_text().splitlines()]
@@ -70,15 +57,15 @@ def test_generate_answers_the_lines_that_it_can(
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    monkeypatch, capsys, tiny_llama_folder, draft_folder, arguments, part
+    monkeypatch, capsys, tiny_llama_folder, tiny_draft_folder, arguments, part
 ):
-    given = ("--base", tiny_llama_folder, "--draft", draft_folder, *arguments)
+    given = ("--base", tiny_llama_folder, "--draft", tiny_draft_folder, *arguments)
     assert call(monkeypatch, "generate", *given) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and part in lines[0]
 
 
-def test_a_draft_for_another_base_is_refused(monkeypatch, capsys, tiny_qwen3_folder, draft_folder):
-    given = ("--prompt", "Hello", "--base", tiny_qwen3_folder, "--draft", draft_folder)
+def test_a_draft_for_another_base_is_refused(monkeypatch, capsys, tiny_qwen3_folder, tiny_draft_folder):
+    given = ("--prompt", "Hello", "--base", tiny_qwen3_folder, "--draft", tiny_draft_folder)
     assert call(monkeypatch, "generate", *given) == 2
     assert "made for" in capsys.readouterr().err

@@ -10,7 +10,6 @@ from helpers import (
     BigramDraft,
     OracleDraft,
     chi_square_p,
-    generate_alone,
     nano_base,
     perturbed_specformer,
     prompts,
@@ -20,6 +19,7 @@ from test_sampling import by_transformers
 
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
+from specformer.lossless import generate_alone
 from specformer.target import Target
 
 

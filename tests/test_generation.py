@@ -6,26 +6,15 @@ import json
 
 import pytest
 import torch
-from helpers import generate_alone, prompts
+from helpers import prompts
 
 from specformer import generation
-from specformer.drafts import DraftConfig, SpecFormer
 from specformer.engine import Request, Result, Step
 from specformer.errors import UserError
 from specformer.hf import CustomGenerate
+from specformer.lossless import generate_alone
 
 DEFAULTS = Request("1", [], 16)
-
-
-@pytest.fixture(scope="module")
-def draft_folder(tiny_llama, tmp_path_factory):
-    torch.manual_seed(0)
-    config = DraftConfig.for_base(tiny_llama, "specformer", (0, 2, 3, 4), draft_length=4)
-    draft = SpecFormer(config)
-    draft.start_from(tiny_llama)
-    folder = tmp_path_factory.mktemp("draft")
-    draft.save_pretrained(folder)
-    return folder
 
 
 def test_jsonl_faults_name_their_line_and_spare_the_others(tiny_llama):
@@ -70,7 +59,7 @@ def test_coloured_text_and_html_hold_the_whole_answer(tiny_tokenizer):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_custom_generate_equals_generate(tiny_llama, draft_folder, side):
+def test_custom_generate_equals_generate(tiny_llama, tiny_draft_folder, side):
     """Batched, padded on either side, with the config's own end tokens and padding."""
     rows = prompts(tiny_llama, 6)
     longest = max(map(len, rows))
@@ -80,7 +69,7 @@ def test_custom_generate_equals_generate(tiny_llama, draft_folder, side):
     zeros = [[0] * len(g) for g in gap]
     ones = [[1] * len(r) for r in rows]
     mask = torch.tensor([z + o if side == "left" else o + z for o, z in zip(ones, zeros, strict=True)])
-    decode = CustomGenerate(draft_folder, k=4)
+    decode = CustomGenerate(tiny_draft_folder, k=4)
     out = tiny_llama.model.generate(
         ids, attention_mask=mask, max_new_tokens=20, do_sample=False, custom_generate=decode
     )
@@ -90,17 +79,20 @@ def test_custom_generate_equals_generate(tiny_llama, draft_folder, side):
         assert got[: len(wanted)] == wanted and set(got[len(wanted) :]) <= {pad, *tiny_llama.stop_token_ids}
 
 
-def test_custom_generate_samples_by_seed_and_refuses_by_name(tiny_llama, draft_folder):
+def test_custom_generate_samples_by_seed_and_refuses_by_name(tiny_llama, tiny_draft_folder):
     ids = torch.tensor([prompts(tiny_llama, 3)[2]])
     call = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8, "top_k": 0}
-    one = tiny_llama.model.generate(ids, **call, custom_generate=CustomGenerate(draft_folder, seed=3))
+    one = tiny_llama.model.generate(ids, **call, custom_generate=CustomGenerate(tiny_draft_folder, seed=3))
     two = tiny_llama.model.generate(ids, **call, custom_generate=CustomGenerate(None, seed=3))
     assert torch.equal(one, two)  # the same draws with and without drafting
     with pytest.raises(UserError, match="RepetitionPenalty"):
         tiny_llama.model.generate(
-            ids, max_new_tokens=4, repetition_penalty=1.3, custom_generate=CustomGenerate(draft_folder)
+            ids, max_new_tokens=4, repetition_penalty=1.3, custom_generate=CustomGenerate(tiny_draft_folder)
         )
     with pytest.raises(UserError, match="return_dict_in_generate"):
         tiny_llama.model.generate(
-            ids, max_new_tokens=4, return_dict_in_generate=True, custom_generate=CustomGenerate(draft_folder)
+            ids,
+            max_new_tokens=4,
+            return_dict_in_generate=True,
+            custom_generate=CustomGenerate(tiny_draft_folder),
         )

@@ -168,9 +168,7 @@ def test_plain_decoding_has_one_token_per_step():
     assert metrics.tokens_per_step([step(0, 0)] * 5) == 1.0
 
 
-@pytest.mark.parametrize(
-    "bad", [Step(2, 3, 4, 0), Step(4, 2, 2, 0), Step(4, 2, 4, -1), Step(4, 0, -1, 2)]
-)
+@pytest.mark.parametrize("bad", [Step(2, 3, 4, 0), Step(4, 2, 2, 0), Step(4, 2, 4, -1), Step(4, 0, -1, 2)])
 def test_impossible_records_are_named(bad):
     with pytest.raises(UserError, match=r"step record 1 .*drafted="):
         metrics.summarize([step(4, 1), bad])

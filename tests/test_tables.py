@@ -95,9 +95,7 @@ def test_rows_follow_the_papers_order_whatever_the_records_order():
     table = table1(throughput, steps)
     at_four = table[table["k"] == 4]["method"].tolist()
     assert at_four == ["none", "hass", "specformer", "zeta"]
-    assert pd.isna(
-        table.set_index(["k", "method"]).at[(4, "zeta"), "p"]
-    )  # no parameter counts given
+    assert pd.isna(table.set_index(["k", "method"]).at[(4, "zeta"), "p"])  # no parameter counts given
 
 
 def test_two_machines_are_refused_and_both_named():
