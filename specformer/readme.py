@@ -51,7 +51,7 @@ def headline(results: Path) -> str:
     runs = ", ".join(f"{r.speedup:.2f}x at batch {r.batch_size} (k = {r.k})" for r in best.itertuples())
     self_distilled, plain = two.loc["self_distill"], two.loc["no_self_distill"]
     return (
-        f"Self-distilled, the draft gives {self_distilled.kappa:.2f} tokens per step on held-out prompts, "
+        f"Self-distilled, the draft gives {self_distilled.kappa:.2f} tokens per step on unseen prompts, "
         f"without self-distillation {plain.kappa:.2f} (speedup {self_distilled.speedup:.2f}x against "
         f"{plain.speedup:.2f}x at batch {self_distilled.batch_size}). Best speedup over k = 0 at each batch "
         f"size: {runs}."
