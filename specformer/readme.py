@@ -24,8 +24,13 @@ def markdown(table: pd.DataFrame) -> str:
 def table(results: Path, number: int, first: str) -> str:
     """Table `number` of a profile, the columns that a README has room for."""
     rows = pd.read_csv(results / "tables" / f"table{number}.csv", dtype=str, keep_default_na=False)
-    machine = pd.read_csv(results / "tables" / f"table{number}.csv").iloc[0]
-    return markdown(rows.loc[:, [first, *COLUMNS]]) + f"\n\n{caption(machine)}; {machine.rounds} rounds."
+    rounds = rows["rounds"].iloc[0]
+    return markdown(rows.loc[:, [first, *COLUMNS]]) + f"\n\n{machine(results)}; {rounds} rounds."
+
+
+def machine(results: Path) -> str:
+    """What the benchmark ran on."""
+    return caption(pd.read_parquet(results / "throughput.parquet").iloc[0].to_dict())
 
 
 def costs(results: Path) -> str:
@@ -34,10 +39,9 @@ def costs(results: Path) -> str:
     minutes = sum(s["seconds"] for s in stages) / 60
     memory = max(s["peak_memory_gib"] for s in stages)
     disk = sum(s["disk_gib"] for s in stages)
-    machine = pd.read_csv(results / "tables" / "table1.csv").iloc[0]
     return (
         f"`make reproduce` took {minutes:.0f} minutes after the packages were installed, at most "
-        f"{memory:.1f} GiB of memory and {disk:.1f} GiB of disk besides them, on {caption(machine)} "
+        f"{memory:.1f} GiB of memory and {disk:.1f} GiB of disk besides them, on {machine(results)} "
         f"(`specformer plan` shows it stage by stage)."
     )
 
