@@ -61,8 +61,8 @@ def headline(results: Path) -> str:
         f"without self-distillation {plain.kappa:.2f} (speedup {self_distilled.speedup:.2f}x against "
         f"{plain.speedup:.2f}x at batch {self_distilled.batch_size}). Best speedup over k = 0 at each batch "
         f"size: {runs}. The paper's 1.8x at every batch size is not reproduced here: this machine's rho is "
-        f"{rho:.0f} (its A100's: {A100.rho:.0f}), so verifying k + 1 tokens a row is paid for from batch 4 on "
-        f"(Figure 1), and the draft of an hour accepts little."
+        f"{rho:.0f} (its A100's: {A100.rho:.0f}), so verifying k + 1 tokens a row is paid for from batch 4 "
+        f"on (Figure 1), and the draft of an hour accepts little."
     )
 
 
