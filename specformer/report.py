@@ -93,7 +93,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 def _movement(rows: pd.DataFrame) -> float:
     """The largest spread of the speedup over batch sizes at one k, as a share of its largest value."""
     by_k = rows.groupby("k")["speedup"].agg(["min", "max"])
-    return float((1 - by_k["min"] / by_k["max"]).to_numpy().max())
+    return max(1 - low / high for low, high in zip(by_k["min"], by_k["max"], strict=True))
 
 
 def _range(values: pd.Series) -> str:
