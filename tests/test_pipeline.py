@@ -216,8 +216,14 @@ def test_the_command_line_refuses(project, arguments, expected):
 
 
 def test_the_command_line_plans(project):
+    """With what the last run took, or else with what the profile's folder says that one took."""
+    estimate = project / "params" / "smoke" / "costs.json"
+    estimate.unlink(missing_ok=True)
     out, _ = command(project, "plan", "smoke").communicate(timeout=300)
     assert re.search(r"distill\W+not measured yet", out)
+    estimate.write_text(json.dumps({"distill": {"seconds": 90.0, "peak_memory_gib": 1.5, "disk_gib": 0.25}}))
+    out, _ = command(project, "plan", "smoke").communicate(timeout=300)
+    assert re.search(r"distill\W+1\.5\W+1\.5\W+0\.25", out)
 
 
 def test_notebook_parameters_are_checked(tmp_path):
