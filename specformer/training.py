@@ -302,7 +302,8 @@ def train(
         f"{draft.parameter_counts().total / 1e6:.1f}M trainable parameters"
         + (f", going on at step {state.step}" if state.step else "")
     )
-    log = (out_dir / LOG).open("a")
+    # one writer: another process's handle, or its tidying up, would lose lines
+    log = (out_dir / LOG).open("a") if accelerator.is_main_process else None
     world, rank = accelerator.num_processes, accelerator.process_index
     with Progress(f"train {out_dir.name}", plan.steps, "steps", done=state.step) as bar:
         while state.step < plan.steps:
@@ -356,7 +357,7 @@ def train(
                 if accelerator.is_main_process and entry["tokens_per_step"] > state.best:
                     draft.save_pretrained(out_dir)
                 state.best = max(state.best, entry["tokens_per_step"])
-            if accelerator.is_main_process:
+            if log is not None:
                 log.write(json.dumps(entry) + "\n")
                 log.flush()
             if last or state.step % checkpoint_every == 0:
@@ -366,7 +367,8 @@ def train(
                 f"loss {loss:.3f} first position {entry['accuracy'][0]:.0%} best tokens/step "
                 f"{state.best:.2f} {state.tokens / state.seconds:.0f} tok/s",
             )
-    log.close()
+    if log is not None:
+        log.close()
     summary = {
         "steps": plan.steps,
         "tokens": state.tokens,
@@ -481,7 +483,8 @@ def _resume(accelerator: Accelerator, state: TrainingState, out_dir: Path, setti
     """Load the checkpoint of a killed run, and cut the log back to it."""
     folder = next((f for f in (out_dir / CHECKPOINT, out_dir / (CHECKPOINT + ".old")) if f.exists()), None)
     if folder is None:
-        (out_dir / LOG).unlink(missing_ok=True)
+        if accelerator.is_main_process:
+            (out_dir / LOG).unlink(missing_ok=True)
         return
     try:
         accelerator.load_state(str(folder))
@@ -498,6 +501,8 @@ def _resume(accelerator: Accelerator, state: TrainingState, out_dir: Path, setti
             f"the checkpoint in {folder} belongs to other settings ({was}): delete that folder to train from "
             f"the start, or go back to those settings"
         )
+    if not accelerator.is_main_process:
+        return
     lines = (out_dir / LOG).read_text().splitlines() if (out_dir / LOG).exists() else []
     kept = [line for line in lines if json.loads(line)["step"] <= state.step]
     (out_dir / LOG).write_text("".join(line + "\n" for line in kept))
