@@ -291,6 +291,7 @@ def train(
     accelerator.register_for_checkpointing(state, scheduler)
     out_dir.mkdir(parents=True, exist_ok=True)
     _resume(accelerator, state, out_dir, settings)
+    accelerator.wait_for_everyone()  # all have read what the first one may replace
     if accelerator.is_main_process:  # of other settings: from here on the folder is no longer that run's
         (out_dir / DONE).unlink(missing_ok=True)
 
@@ -470,6 +471,7 @@ def _checkpoint(accelerator: Accelerator, state: TrainingState, out_dir: Path) -
     state.saved = state.step
     fresh, old = out_dir / (CHECKPOINT + ".tmp"), out_dir / (CHECKPOINT + ".old")
     accelerator.save_state(str(fresh))
+    accelerator.wait_for_everyone()  # every process writes its part before the folder is renamed
     if accelerator.is_main_process:
         shutil.rmtree(old, ignore_errors=True)
         if (out_dir / CHECKPOINT).exists():
