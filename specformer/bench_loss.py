@@ -35,9 +35,9 @@ def _work(kind: str, folder: str, anchors: int, draft_length: int, repeats: int,
         start = time.perf_counter()
         hidden = draft.draft(x, target)
         if kind == "plain":
-            value, grad = plain_head_loss(hidden, labels, weights, target)
+            value, grad = plain_head_loss(hidden, labels, weights, target.head)
         else:
-            scored = head_loss(hidden.detach(), labels, weights, target)
+            scored = head_loss(hidden.detach(), labels, weights, target.head)
             value, grad = scored.loss, scored.grad
         hidden.backward(grad)
         seconds.append(time.perf_counter() - start)

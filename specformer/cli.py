@@ -222,6 +222,51 @@ def bench_engine(
     print(shown.to_string(index=False, float_format=lambda x: f"{x:.2f}", na_rep=""))
 
 
+@bench.command("drafts")
+def bench_drafts(
+    profile: Profile = "cpu",
+    seeds: Annotated[int, typer.Option(help="Runs of each variant.")] = 3,
+    epochs: Annotated[int | None, typer.Option(help="Default: the profile's.")] = None,
+    dialogues: Annotated[int | None, typer.Option(help="Default: all that were distilled.")] = None,
+) -> None:
+    """Every change to the draft and its training on the same dialogues: tokens per step over seeds."""
+    from specformer import shards, study
+    from specformer.base import resolve_hooks
+    from specformer.target import Target
+
+    run = pipeline.open_run(profile)
+    if run.settings.plus is None:
+        raise UserError(
+            f"profile {profile} has no section `plus`: there is nothing to compare (see params/cpu)"
+        )
+    llm, train = run.load_base(), run.settings.train
+    options = train.model_dump() | {"epochs": epochs or train.epochs}
+    rows = {
+        split: shards.read_rows(
+            run.require(run.paths.distilled / split, "distill"),
+            shards.read_table(run.paths.corpus / f"{split}.parquet"),
+        )
+        for split in ("train", "validation")
+    }
+    draft = run.settings.draft.model_dump(exclude={"vocabulary"})
+    draft["hooks"] = resolve_hooks(run.settings.draft.hooks, llm.num_layers)
+    table = study.study(
+        llm,
+        Target(llm, train.max_length),
+        rows["train"][:dialogues],
+        rows["validation"],
+        run.paths.data / "study",
+        changes=study.variants(run.settings.draft.vocabulary, run.settings.plus.model_dump()),
+        seeds=range(seeds),
+        draft=draft,
+        options=options,
+    )
+    path = run.paths.results / "draft_quality.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(path, index=False, lineterminator="\n", float_format="%.6g")
+    print(study.summarise(table).to_string(index=False, float_format=lambda x: f"{x:.3f}"))
+
+
 def main() -> None:
     """Run the command line; errors for people end with status 2, Ctrl-C with 130."""
     # Progress must show as it comes, also through a pipe.

@@ -305,7 +305,11 @@ class Engine:
         token = self._choose(rows, logits)[:, 0]
         self._length[index] = start + last + 1
         self._pending[index] = token
-        self._propose(rows, index, taps, last, token, window, torch.ones_like(last))
+        # behind a prompt's end comes the base's token; one cut by the chunk goes on with its own next
+        after = [row.request.prompt_ids[row.prefilled + 1 : row.prefilled + n + 1] for row in rows]
+        following = torch.tensor([part + [-1] * (n - len(part)) for part in after], device=device)
+        following = torch.where(following < 0, token[:, None], following)
+        self._propose(rows, index, taps, last, following, window, torch.ones_like(last))
 
         for row, part, first in zip(rows, parts, token.tolist(), strict=True):
             row.prefilled += len(part)
@@ -335,7 +339,7 @@ class Engine:
             self._length[:B] += advance
             self._pending[:B] = token
         with self._timed("draft"):
-            self._propose(slots, slice(0, B), taps, accepted, token, window, accepted + 1)
+            self._propose(slots, slice(0, B), taps, accepted, run, window, accepted + 1)
         with self._timed("rest"):
             host = torch.cat((accepted[:, None], run), 1).tolist()  # the one synchronisation of a step
             for row, (a, *tokens) in zip(slots, host, strict=True):
@@ -364,7 +368,7 @@ class Engine:
         index: slice | Tensor,
         taps: Tensor | None,
         last: Tensor,
-        pending: Tensor,
+        following: Tensor,
         window: Window,
         uncommitted: Tensor,
     ) -> None:
@@ -372,21 +376,22 @@ class Engine:
         chosen but not in its result yet, so that the first draft is for the token after them."""
         if self.draft is None or taps is None:
             return
+        head = self.draft.head(self.target)
 
         def choose(logits: Tensor, j: int) -> Tensor:
             tokens = sampling.greedy(logits)
             drawn = self._drawn(rows) if self.sample_drafts else []
             if drawn:
                 if self._q is None:
-                    self._q = logits.new_zeros(self.batch_size, self.k, logits.shape[-1], dtype=torch.float32)
+                    self._q = logits.new_zeros(self.batch_size, self.k, head.tokens, dtype=torch.float32)
                 q, uniform = self._distribution(rows, drawn, logits, uncommitted + j)
                 tokens[drawn] = sampling.draw(q, uniform[..., 2])
                 slots = torch.arange(self.batch_size, device=logits.device)[index][drawn]
-                self._q[slots, j : j + logits.shape[1]] = q
-            return tokens
+                self._q[slots, j : j + logits.shape[1]] = head.spread(q)
+            return head.to_tokens(tokens)
 
         self._drafts[index] = self.draft.propose(
-            taps, last, pending, window, self.draft_store, self.target, self.k, choose
+            taps, last, following, window, self.draft_store, self.target, self.k, choose
         )
 
     @staticmethod

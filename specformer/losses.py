@@ -13,10 +13,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specformer.target import Target
+from specformer.target import Head
 
 CHUNK = 512
 """Rows of logits held at once: 512 x 49152 in bfloat16 are 50 MB."""
+
+NONE = -100
+"""The label of a draft position that lies behind the text's end."""
+
+
+@dataclass
+class SoftLabels:
+    """The base's most probable tokens where each label stands.
+
+    index (N, l_d, n) int64: places in the head's logits, OUTSIDE where the draft vocabulary lacks the token;
+    probability (N, l_d, n) float32, summing to 1 over what is inside.
+    """
+
+    index: Tensor
+    probability: Tensor
 
 
 @dataclass
@@ -24,7 +39,8 @@ class HeadLoss:
     """What one pass over the LM head yields, summed, not averaged.
 
     loss: sum over labels of weight * cross-entropy (float64, a number); grad (N, l_d, H): its gradient by the
-    draft's output; correct, count (l_d,) int64: labels whose argmax was right, labels that counted.
+    draft's output; correct, count (l_d,) int64: labels whose argmax was right, labels there were (with those
+    outside the draft vocabulary, which are never right).
     """
 
     loss: float
@@ -34,33 +50,42 @@ class HeadLoss:
 
 
 def head_loss(
-    hidden: Tensor, labels: Tensor, weights: Tensor, target: Target, chunk: int = CHUNK
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    head: Head,
+    soft: SoftLabels | None = None,
+    chunk: int = CHUNK,
 ) -> HeadLoss:
     """Cross-entropy of draft hidden states through the base's frozen final norm and LM head (Equation 6b).
 
-    hidden (N, l_d, H), before the final norm; labels (N, l_d) int64, -100 where there is none; weights (l_d,)
-    float32, a factor per position. Matmuls in the base's dtype; softmax is reduced in float32.
+    hidden (N, l_d, H), before the final norm; labels (N, l_d) int64, `head.to_index` of the text's tokens:
+    NONE where the text has ended and OUTSIDE the draft vocabulary there is nothing to learn; weights (l_d,)
+    float32, a factor per position. With `soft` the target is the base's own distribution instead of the
+    text's token. Matmuls in the base's dtype; softmax is reduced in float32.
     """
-    length = hidden.shape[1]
+    length, dtype = hidden.shape[1], head.weight.dtype
     grad = torch.zeros_like(hidden)
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
     correct = torch.zeros(length, dtype=torch.long, device=hidden.device)
     for j in range(length):
         for rows in (labels[:, j] >= 0).nonzero()[:, 0].split(chunk):
-            x = hidden[rows, j].detach().to(target.dtype).requires_grad_()
-            label = labels[rows, j, None]
+            x = hidden[rows, j].detach().to(dtype).requires_grad_()
+            wanted = labels[rows, j, None]
+            share = torch.ones_like(wanted, dtype=torch.float32)
             with torch.enable_grad():
-                normed = target.norm(x)
+                normed = head.norm(x)
             with torch.no_grad():
-                logits = target.head(normed.detach())
-                correct[j] += (logits.max(-1, keepdim=True).indices == label).sum()
+                logits = head.matmul(normed.detach())
+                correct[j] += (logits.max(-1, keepdim=True).indices == wanted).sum()
                 p = logits.softmax(-1)
                 del logits
-                picked = p.gather(-1, label)
+                if soft is not None:
+                    wanted, share = soft.index[rows, j].clamp(min=0), soft.probability[rows, j]
                 # bfloat16 and float32 reach down to 1e-38: no probability of a label is lost before the log
-                loss -= weights[j] * picked.double().clamp_min(1e-38).log().sum()
-                p.scatter_(-1, label, picked - 1)  # softmax minus one-hot: the gradient of the logits
-                normed.backward(p @ target.head_weight)
+                loss -= weights[j] * (share * p.gather(-1, wanted).double().clamp_min(1e-38).log()).sum()
+                p.scatter_add_(-1, wanted, -share.to(dtype))  # softmax minus target: the logits' gradient
+                normed.backward(p @ head.weight)
             assert x.grad is not None
             grad[rows, j] = (weights[j] * x.grad).to(grad.dtype)
-    return HeadLoss(float(loss), grad, correct, (labels >= 0).sum(0))
+    return HeadLoss(float(loss), grad, correct, (labels != NONE).sum(0))

@@ -86,6 +86,11 @@ class Run:
     def paths(self) -> Paths:
         return Paths(*(self.root / kind / self.profile for kind in ("data", "results", "figures")))
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The drafts that compete: the paper's, and the one beyond it where the profile has it."""
+        return ("specformer", "specformer_plus") if self.settings.plus else ("specformer",)
+
     def require(self, path: Path, stage: str) -> Path:
         """`path`, which `stage` makes; UserError with the command to run when it is missing."""
         if path.exists():

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from specformer.target import Target
+from specformer.target import Head
 
 MIB = 2**20
 
@@ -34,14 +34,14 @@ def visibility(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def plain_head_loss(hidden: Tensor, labels: Tensor, weights: Tensor, target: Target) -> tuple[float, Tensor]:
+def plain_head_loss(hidden: Tensor, labels: Tensor, weights: Tensor, head: Head) -> tuple[float, Tensor]:
     """What `losses.head_loss` computes, by ordinary autograd over all logits at once.
 
     hidden (N, l_d, H), labels (N, l_d) with -100 where there is none, weights (l_d,); the loss and its
-    gradient by hidden. The head is a plain matmul here: the target's packed one has no gradient.
+    gradient by hidden. The head is a plain matmul here: the packed one has no gradient.
     """
     leaf = hidden.detach().clone().requires_grad_()
-    logits = F.linear(target.norm(leaf.to(target.dtype)), target.head_weight)
+    logits = F.linear(head.norm(leaf.to(head.weight.dtype)), head.weight)
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
     loss = (each.view(labels.shape) * weights).sum()
     loss.backward()

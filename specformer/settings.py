@@ -109,6 +109,8 @@ class DraftSection(Section):
     """ffn is the paper's method, embedding its ablation."""
     layers: Annotated[int, Field(ge=1, le=8)]
     """Draft layers; 1 in the paper's main rows."""
+    vocabulary: Annotated[int, Field(ge=0)]
+    """Tokens that can be drafted, the answers' most frequent ones; 0 is all of them, as in the paper."""
     init: Literal["base", "random"]
     """base begins from the base LLM's own last layer, random from nothing."""
 
@@ -151,6 +153,19 @@ class TrainSection(Section):
     """What the draft is computed in; auto asks the machine."""
     hidden_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Disk, in GiB, for the base's hidden states to be reused over epochs; 0 computes them each time."""
+
+
+class PlusSection(Section):
+    """What goes beyond the paper: a second draft, trained beside the paper-faithful one."""
+
+    anchor_token: Literal["none", "positional", "context"]
+    """Where the embedding of the base's newest token joins: none, as in the paper; before the positional FFN;
+    or each position's next token before the context attention."""
+    soft_labels: Annotated[int, Field(ge=0, le=256)]
+    """Most probable tokens of the base's own distribution to learn from; 0 is the text's token alone."""
+    position_weights: Annotated[float, Field(gt=0, le=1)] | Literal["acceptance"]
+    """1.0 weighs draft positions equally, as in the paper; below 1 they decay; acceptance: by how probably
+    a position is reached."""
 
 
 class AblateSection(Section):
@@ -204,6 +219,8 @@ class Settings(Section):
     """The draft model."""
     train: TrainSection
     """Its training."""
+    plus: PlusSection | None
+    """What goes beyond the paper; null trains the paper-faithful draft alone."""
     ablate: AblateSection
     """Table 2."""
     scale: ScaleSection

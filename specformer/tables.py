@@ -28,6 +28,7 @@ VARIANTS = {
     BASELINE: BASELINE,
     "specformer_no_self_distill": "no_self_distill",
     "specformer": "self_distill",
+    "specformer_plus": "self_distill_plus",
 }
 """Method of a record -> variant of Table 2."""
 

@@ -89,6 +89,52 @@ class Layer:
     down: Linear
 
 
+OUTSIDE = -1
+"""The index of a token that a head's vocabulary lacks."""
+
+
+class Head:
+    """A base LLM's final norm and LM head, whole or cut to the rows of a draft vocabulary.
+
+    vocabulary: token ids (V',) int64, distinct, in the order of the logits, or None for all of them.
+    """
+
+    def __init__(self, norm: Tensor, eps: float, weight: Tensor, vocabulary: Tensor | None = None):
+        self.norm_weight, self.eps, self.vocabulary = norm, eps, vocabulary
+        self.tokens = weight.shape[0]
+        self.weight = weight if vocabulary is None else weight[vocabulary]
+        self.matmul = linear(self.weight)
+        if vocabulary is not None:
+            self._index = torch.full((self.tokens,), OUTSIDE, device=weight.device)
+            self._index[vocabulary] = torch.arange(len(vocabulary), device=weight.device)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The LLM's final RMSNorm."""
+        return F.rms_norm(x, x.shape[-1:], self.norm_weight, self.eps)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Pre-norm hidden states (..., H) -> logits (..., V') in the model's dtype."""
+        return self.matmul(self.norm(hidden))
+
+    def to_tokens(self, index: Tensor) -> Tensor:
+        """Places in the logits (int64) -> token ids."""
+        return index if self.vocabulary is None else self.vocabulary[index]
+
+    def to_index(self, tokens: Tensor) -> Tensor:
+        """Token ids -> their places in the logits, OUTSIDE where there is none; negative ids stay."""
+        if self.vocabulary is None:
+            return tokens
+        return torch.where(tokens < 0, tokens, self._index[tokens.clamp(min=0)])
+
+    def spread(self, probabilities: Tensor) -> Tensor:
+        """Probabilities (..., V') -> the same over all tokens (..., V), 0 outside the vocabulary."""
+        if self.vocabulary is None:
+            return probabilities
+        full = probabilities.new_zeros(*probabilities.shape[:-1], self.tokens)
+        full[..., self.vocabulary] = probabilities
+        return full
+
+
 class Target:
     """Runs a base LLM over ragged rows.
 
@@ -107,9 +153,7 @@ class Target:
         self.max_length = max_length
         self.rotary = RotaryTable(model.model.rotary_emb, max_length, self.dtype, self.device)
         self.embedding = model.model.embed_tokens.weight
-        self.final_norm = model.model.norm.weight
-        self.head_weight = model.lm_head.weight
-        self.head = linear(self.head_weight)
+        self.head = Head(model.model.norm.weight, self.eps, model.lm_head.weight)
         self.layers = [self._prepare(layer) for layer in model.model.layers]
 
     def _prepare(self, layer) -> Layer:
@@ -137,14 +181,14 @@ class Target:
         count = len(self.layers) if layers is None else layers
         return KVStore(count, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device)
 
-    def norm(self, x: Tensor) -> Tensor:
-        """The LLM's final RMSNorm."""
-        return F.rms_norm(x, x.shape[-1:], self.final_norm, self.eps)
+    def cut_head(self, vocabulary: Tensor) -> Head:
+        """The LM head over a draft vocabulary (V',) alone; its rows are copied."""
+        return Head(self.head.norm_weight, self.eps, self.head.weight, vocabulary)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Pre-norm hidden states (..., H) -> logits (..., V) through the final norm and LM head, in the
         model's dtype."""
-        return self.head(self.norm(hidden))
+        return self.head(hidden)
 
     @torch.no_grad()
     def forward(

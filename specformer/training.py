@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from specformer.base import DTYPES, Base
 from specformer.drafts.interface import Draft
 from specformer.errors import UserError
-from specformer.hidden import GIB, HiddenStates
-from specformer.losses import head_loss
+from specformer.hidden import GIB, HiddenStates, Teaching
+from specformer.losses import NONE, SoftLabels, head_loss
 from specformer.progress import Progress
 from specformer.sampling import greedy
-from specformer.target import Target, unpack_linears
+from specformer.target import Head, Target, unpack_linears
 
 Row = dict[str, Any]
 LOG, CHECKPOINT, DONE = "log.jsonl", "checkpoint", "summary.json"
@@ -57,13 +57,13 @@ def answer_anchors(prompt_length: int, total: int) -> range:
 
 
 def draft_labels(ids: Tensor, rows: Tensor, columns: Tensor, lengths: Tensor, draft_length: int) -> Tensor:
-    """Labels (N, draft_length): token t + 2 + j of the row, -100 beyond its length.
+    """Labels (N, draft_length): token t + 2 + j of the row, NONE beyond its length.
 
     ids (B, T); rows, columns (N,) name the anchors t; lengths (B,).
     """
     at = columns[:, None] + 2 + torch.arange(draft_length, device=ids.device)
     inside = at < lengths[rows, None]
-    return torch.where(inside, ids[rows[:, None], at.clamp(max=ids.shape[1] - 1)], -100)
+    return torch.where(inside, ids[rows[:, None], at.clamp(max=ids.shape[1] - 1)], NONE)
 
 
 def thin(labels: Tensor, decay: float) -> Tensor:
@@ -73,7 +73,7 @@ def thin(labels: Tensor, decay: float) -> Tensor:
     """
     N, length = labels.shape
     keep = torch.tensor([math.ceil(N * decay**j) for j in range(length)], device=labels.device)
-    return labels.masked_fill(torch.arange(N, device=labels.device)[:, None] >= keep, -100)
+    return labels.masked_fill(torch.arange(N, device=labels.device)[:, None] >= keep, NONE)
 
 
 @dataclass
@@ -86,6 +86,26 @@ class Batch:
     columns: Tensor
     labels: Tensor
     tokens: int
+
+
+def following_tokens(ids: Tensor) -> Tensor:
+    """The token after each position: ids (B, T) -> (B, T); the last column has none and stays."""
+    return torch.cat((ids[:, 1:], ids[:, -1:]), 1)
+
+
+def soft_targets(teaching: Teaching, batch: Batch, head: Head) -> SoftLabels | None:
+    """The base's own distribution where each label stands, over the draft's vocabulary; None without.
+
+    Label j of anchor t is token t + 2 + j, which the base predicts at position t + 1 + j.
+    """
+    if not teaching.top_tokens.shape[-1]:
+        return None
+    l_d, T = batch.labels.shape[1], batch.ids.shape[1]
+    at = batch.columns[:, None] + 1 + torch.arange(l_d, device=batch.ids.device)
+    rows, at = batch.rows[:, None], at.clamp(max=T - 1)
+    index = head.to_index(teaching.top_tokens[rows, at])
+    mass = teaching.top_logprobs[rows, at].exp() * (index >= 0)
+    return SoftLabels(index, mass / mass.sum(-1, keepdim=True).clamp(min=1e-9))
 
 
 def make_batch(
@@ -120,6 +140,11 @@ def _total(row: Row, max_length: int) -> int:
     return min(max_length, len(row["prompt_ids"]) + len(row["answer_ids"]))
 
 
+def token_ids(row: Row, max_length: int) -> Tensor:
+    """Prompt and answer (T,) int64, cut to `max_length`."""
+    return torch.tensor((list(row["prompt_ids"]) + list(row["answer_ids"]))[:max_length])
+
+
 class Schedule:
     """Which dialogues make up step s, and where their anchors are: a function of (seed, s) alone, so that a
     resumed run needs no random state."""
@@ -140,9 +165,8 @@ class Schedule:
         return [self._sequence(self.rows[i], generator) for i in picked]
 
     def _sequence(self, row: Row, generator: torch.Generator) -> Sequence_:
-        total = _total(row, self.max_length)
-        ids = torch.tensor((list(row["prompt_ids"]) + list(row["answer_ids"]))[:total])
-        candidates = torch.tensor(list(answer_anchors(len(row["prompt_ids"]), total)))
+        ids = token_ids(row, self.max_length)
+        candidates = torch.tensor(list(answer_anchors(len(row["prompt_ids"]), len(ids))))
         count = max(1, round(self.fraction * len(candidates)))
         keep = torch.randperm(len(candidates), generator=generator)[:count]
         return Sequence_(row["id"], ids, candidates[keep])
@@ -172,8 +196,9 @@ class DraftForward(torch.nn.Module):
         super().__init__()
         self.draft = draft
 
-    def forward(self, taps: Tensor, rows: Tensor, columns: Tensor, target: Target) -> Tensor:
-        return self.draft.training_hidden(taps, rows, columns, target)
+    def forward(self, taps: Tensor, batch: Batch, target: Target) -> Tensor:
+        following = following_tokens(batch.ids)
+        return self.draft.training_hidden(taps, following, batch.rows, batch.columns, target)
 
 
 @torch.no_grad()
@@ -184,21 +209,22 @@ def validate(draft: Draft, target: Target, rows: Sequence[Row], max_length: int)
     answer's; walking each answer by its accepted runs therefore gives the tokens_per_step of decoding.
     Returns accuracy (list, share of right tokens per draft position) and tokens_per_step.
     """
-    length, device = draft.draft_length, target.device
+    length, device, head = draft.draft_length, target.device, draft.head(target)
     right = torch.zeros(length, dtype=torch.long)
     seen = torch.zeros(length, dtype=torch.long)
     tokens = steps = 0
     for row in rows:
-        total = _total(row, max_length)
-        ids = torch.tensor((list(row["prompt_ids"]) + list(row["answer_ids"]))[:total])
-        columns = torch.tensor(list(answer_anchors(len(row["prompt_ids"]), total)))
+        ids = token_ids(row, max_length)[None]
+        columns = torch.tensor(list(answer_anchors(len(row["prompt_ids"]), ids.shape[1])))
         zeros = torch.zeros_like(columns)
-        labels = draft_labels(ids[None], zeros, columns, torch.tensor([total]), length)
-        _, taps = target.encode(ids[None].to(device), draft.hooks)
+        labels = draft_labels(ids, zeros, columns, torch.tensor([ids.shape[1]]), length)
+        ids = ids.to(device)
+        _, taps = target.encode(ids, draft.hooks)
         assert taps is not None
-        hidden = draft.training_hidden(taps, zeros.to(device), columns.to(device), target)
-        guess = torch.cat([greedy(target.logits(h)) for h in hidden.to(target.dtype).split(256)]).cpu()
-        hit = guess == labels
+        following = following_tokens(ids)
+        hidden = draft.training_hidden(taps, following, zeros.to(device), columns.to(device), target)
+        guess = torch.cat([greedy(head(h)) for h in hidden.to(target.dtype).split(256)])
+        hit = head.to_tokens(guess).cpu() == labels
         right += hit.sum(0)
         seen += (labels >= 0).sum(0)
         accepted = hit.long().cumprod(1).sum(1).tolist()
@@ -226,6 +252,8 @@ def train(
     max_length: int,
     anchor_fraction: float,
     anchor_decay: float,
+    soft_labels: int,
+    position_weights: float | str,
     lr: float,
     min_lr: float,
     warmup: float,
@@ -244,8 +272,10 @@ def train(
     """Train `draft` on `rows` and save the best one by validation tokens_per_step in `out_dir`.
 
     rows, validation: dialogues with id, prompt_ids, answer_ids; validation answers must be the base's own.
-    anchor_fraction: share of answer positions drafted from; anchor_decay: see `thin`; warmup: share of the
-    steps; dtype: of the draft's matmuls ("auto": the base's), its weights and AdamW's state are float32;
+    anchor_fraction: share of answer positions drafted from; anchor_decay: see `thin`; soft_labels: learn from
+    the base's own so many most probable tokens instead of from the text's one (0: the text's);
+    position_weights: see `weigh`; warmup: share of the steps; dtype: of the draft's matmuls ("auto": the
+    base's), its weights and AdamW's state are float32;
     hidden_gib: disk that the base's hidden states may take to be reused over epochs (0: computed each time),
     hidden_dir: where (default: a folder in `out_dir`, deleted at the end).
     Writes log.jsonl (a line a step: step, tokens, loss, lr, seconds, accuracy per position; validation lines
@@ -295,7 +325,11 @@ def train(
     if accelerator.is_main_process:  # of other settings: from here on the folder is no longer that run's
         (out_dir / DONE).unlink(missing_ok=True)
 
-    hidden_states = _hidden_states(target, draft, rows, plan, max_length, hidden_gib, hidden_dir, out_dir)
+    world, rank = accelerator.num_processes, accelerator.process_index
+    hidden_states = _hidden_states(
+        target, draft, rows, plan, max_length, soft_labels, hidden_gib, hidden_dir, out_dir
+    )
+    head = draft.head(target)
     average = sum(_total(r, max_length) for r in rows) / len(rows)
     accelerator.print(
         f"training {out_dir.name}: {plan.steps} steps of {sequences_per_step} dialogues, about "
@@ -303,26 +337,34 @@ def train(
         f"{draft.parameter_counts().total / 1e6:.1f}M trainable parameters"
         + (f", going on at step {state.step}" if state.step else "")
     )
+    started = time.perf_counter()
+    whole = [Sequence_(r["id"], token_ids(r, max_length), torch.empty(0)) for r in rows]
+    hidden_states.fill(whole[rank::world], name=f"hidden states for {out_dir.name}")
+    accelerator.wait_for_everyone()
+    state.hidden_seconds += time.perf_counter() - started
     # one writer: another process's handle, or its tidying up, would lose lines
     log = (out_dir / LOG).open("a") if accelerator.is_main_process else None
-    world, rank = accelerator.num_processes, accelerator.process_index
     with Progress(f"train {out_dir.name}", plan.steps, "steps", done=state.step) as bar:
         while state.step < plan.steps:
             started = time.perf_counter()
             batches = micro_batches(
                 plan.step(state.step), micro_batch, draft.draft_length, anchor_decay, base.device
             )
-            counts = torch.stack([(b.labels >= 0).sum(0) for b in batches]).sum(0)
-            weights = _position_weights(counts)
+            for batch in batches:
+                batch.labels = head.to_index(batch.labels)
+            counts = torch.stack([(b.labels != NONE).sum(0) for b in batches]).sum(0)
+            learnt = torch.stack([(b.labels >= 0).sum(0) for b in batches]).sum(0)
+            weights = weigh(learnt, position_weights, state.accuracy)
             loss, correct = 0.0, torch.zeros_like(counts)
             mine = batches[rank::world]
             for i, batch in enumerate(mine):
                 with accelerator.autocast():
-                    taps = hidden_states(batch.sequences)
+                    teaching = hidden_states(batch.sequences)
                     # gradients are summed over micro-batches and averaged over processes
                     with _synchronise_last(accelerator, model, i == len(mine) - 1):
-                        hidden = model(taps, batch.rows, batch.columns, target)
-                        scored = head_loss(hidden.detach(), batch.labels, weights, target)
+                        hidden = model(teaching.taps, batch, target)
+                        soft = soft_targets(teaching, batch, head)
+                        scored = head_loss(hidden.detach(), batch.labels, weights, head, soft)
                         hidden.backward(scored.grad * world)
                 loss += scored.loss
                 correct += scored.correct
@@ -335,6 +377,10 @@ def train(
             summed = torch.tensor([loss], dtype=torch.float64, device=base.device)
             loss = float(accelerator.reduce(summed, "sum")[0])
             correct = torch.as_tensor(accelerator.reduce(correct, "sum"))
+            share = (correct / counts.clamp(min=1)).tolist()
+            state.accuracy = [
+                0.98 * old + 0.02 * new for old, new in zip(state.accuracy or share, share, strict=True)
+            ]
             accelerator.clip_grad_norm_(draft.parameters(), clip)
             optimizer.step()
             rate = scheduler.get_last_lr()[0]
@@ -349,7 +395,7 @@ def train(
                 "loss": loss,
                 "lr": rate,
                 "seconds": round(state.seconds, 3),
-                "accuracy": (correct / counts.clamp(min=1)).tolist(),
+                "accuracy": share,
             }
             last = state.step == plan.steps
             if last or state.step % validate_every == 0:
@@ -374,6 +420,7 @@ def train(
         "steps": plan.steps,
         "tokens": state.tokens,
         "seconds": round(state.seconds, 1),
+        "hidden_seconds": round(state.hidden_seconds, 1),
         "tokens_per_second": round(state.tokens / state.seconds, 1),
         "tokens_per_step": state.best,
         "dialogues": len(rows),
@@ -390,14 +437,18 @@ def train(
 
 @dataclass
 class TrainingState:
-    """Where a run stands; saved with each checkpoint. saved: step of the last checkpoint."""
+    """Where a run stands; saved with each checkpoint. seconds: of its steps; hidden_seconds: spent on the
+    base's hidden states before them; saved: step of the last checkpoint; accuracy: running
+    mean of the share of right labels per draft position."""
 
     settings: dict[str, Any]
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    hidden_seconds: float = 0.0
     best: float = 0.0
     saved: int = 0
+    accuracy: list[float] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -412,27 +463,38 @@ def _hidden_states(
     rows: Sequence[Row],
     plan: Schedule,
     max_length: int,
+    top: int,
     hidden_gib: float,
     hidden_dir: str | Path | None,
     out_dir: Path,
 ) -> HiddenStates:
     """The base's hidden states, kept on disk when they are used again and fit; says so either way."""
     folder = Path(hidden_dir) if hidden_dir else out_dir / "hidden"
-    states = HiddenStates(target, draft.hooks, None)
+    states = HiddenStates(target, draft.hooks, None, top)
     size = sum(_total(r, max_length) for r in rows) * states.bytes_per_token() / GIB
     if hidden_gib == 0 or (hidden_dir is None and plan.steps <= plan.steps_per_epoch):
         return states
     if size > hidden_gib:
         print(f"hidden states would take {size:.1f} GiB, {hidden_gib} are allowed: computed every epoch")
         return states
-    print(f"hidden states: {size:.2f} GiB in {folder}, computed in the first epoch", flush=True)
-    return HiddenStates(target, draft.hooks, folder)
+    print(f"hidden states: {size:.2f} GiB in {folder}, computed once", flush=True)
+    return HiddenStates(target, draft.hooks, folder, top)
 
 
-def _position_weights(counts: Tensor) -> Tensor:
-    """Per position 1 / (labels of the step at that position * positions that have any)."""
-    used = (counts > 0).sum()
-    return torch.where(counts > 0, 1.0 / (counts.clamp(min=1) * used.clamp(min=1)), 0.0)
+def weigh(counts: Tensor, by: float | str, accuracy: Sequence[float]) -> Tensor:
+    """The factor of one label at each draft position (l_d,): the position's share / its labels in the step.
+
+    counts (l_d,): labels of the step; shares sum to 1 over positions that have labels. by 1.0: equal shares,
+    as in the paper; below 1: shares decay as by^j; "acceptance": a position's share goes with the probability
+    that those before it are accepted, the product of their `accuracy` (empty: not known yet, equal).
+    """
+    if by == "acceptance":
+        before = torch.tensor([1.0, *accuracy[: len(counts) - 1]] if accuracy else [1.0] * len(counts))
+        share = before.cumprod(0).to(counts.device)
+    else:
+        share = float(by) ** torch.arange(len(counts), device=counts.device)
+    share = share * (counts > 0)
+    return share / share.sum().clamp(min=1e-9) / counts.clamp(min=1)
 
 
 def _synchronise_last(accelerator: Accelerator, model: torch.nn.Module, last: bool):

@@ -45,6 +45,8 @@ def main() -> None:
             max_length=64,
             anchor_fraction=0.5,
             anchor_decay=1.0,
+            soft_labels=0,
+            position_weights=1.0,
             lr=1e-3,
             min_lr=1e-4,
             warmup=0.25,

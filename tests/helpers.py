@@ -56,6 +56,7 @@ def perturbed_specformer(base, length=4, noise=0.02, hooks=None, **options) -> S
     torch.manual_seed(3)
     hooks = hooks or (0, base.num_layers // 2, base.num_layers - 1, base.num_layers)
     draft = SpecFormer(DraftConfig.for_base(base, "specformer", hooks, draft_length=length, **options))
+    draft.choose_vocabulary([{"answer_ids": list(range(40, 120))}], base.model.config.vocab_size)
     draft.start_from(base)
     for p in draft.parameters():
         p.data += noise * torch.randn_like(p)
@@ -67,6 +68,11 @@ def bigram_logits(base) -> Tensor:
     return base.model(torch.arange(base.model.config.vocab_size)[:, None]).logits[:, 0]
 
 
+def newest(following, last):
+    """(B,): the base's own next token after each row's last position."""
+    return following.gather(1, last[:, None])[:, 0]
+
+
 class BigramDraft(Draft):
     """Drafts one token from the last one; sometimes right, because the base mostly does so too."""
 
@@ -74,8 +80,8 @@ class BigramDraft(Draft):
         super().__init__(DraftConfig.for_base(base, "bigram", (0,), draft_length=draft_length))
         self.table = bigram_logits(base)
 
-    def propose(self, taps, last, pending, window, store, target, k, choose):
-        tokens = [pending]
+    def propose(self, taps, last, following, window, store, target, k, choose):
+        tokens = [newest(following, last)]
         for j in range(k):
             tokens.append(choose(self.table[tokens[-1]][:, None], j)[:, 0])
         return torch.stack(tokens[1:], 1)
@@ -95,13 +101,13 @@ class MixedSpecFormer(SpecFormer):
         mixed.table = bigram_logits(base).argmax(-1)
         return mixed.eval()
 
-    def propose(self, taps, last, pending, window, store, target, k, choose):
+    def propose(self, taps, last, following, window, store, target, k, choose):
         def keep(logits, j):
             self.seen = logits
             return logits.argmax(-1)
 
-        super().propose(taps, last, pending, window, store, target, k, keep)
-        tokens = [pending]
+        super().propose(taps, last, following, window, store, target, k, keep)
+        tokens = [newest(following, last)]
         for _ in range(k):
             tokens.append(self.table[tokens[-1]])
         return torch.stack(tokens[1:], 1)
@@ -119,12 +125,12 @@ class OracleDraft(Draft):
         self.rng = random.Random(1)
         self.vocab = base.model.config.vocab_size
 
-    def propose(self, taps, last, pending, window, store, target, k, choose):
+    def propose(self, taps, last, following, window, store, target, k, choose):
         rows = []
         for b in range(last.shape[0]):
             end = int(window.positions[b, last[b]]) + 1
             # rows are told apart by what the embedding taps say: match it against the known sequences
-            hit = self.taps_match(taps[b, int(last[b]), 0], end, int(pending[b]), target)
+            hit = self.taps_match(taps[b, int(last[b]), 0], end, int(following[b, last[b]]), target)
             nxt = [] if hit is None else self.sequences[hit][end + 1 : end + 1 + k]
             nxt = (nxt + [0] * k)[:k]
             if self.pattern == "none" or (self.pattern == "mixed" and self.rng.random() < 0.5):

@@ -155,7 +155,7 @@ def test_any_acceptances_leave_the_cache_of_a_fresh_prefill(name, seed, request)
         assert taps is not None
         accepted = [rng.choice([0, 0, 1, 2, k]) for _ in range(rows)]
         draft.propose(
-            taps, torch.tensor(accepted), ids[:, 0], window, draft_store, target, 2, lambda x, j: x.argmax(-1)
+            taps, torch.tensor(accepted), ids, window, draft_store, target, 2, lambda x, j: x.argmax(-1)
         )
         for row, a, new in zip(kept, accepted, ids.tolist(), strict=True):
             row.extend(new[: a + 1])
@@ -173,7 +173,7 @@ def assert_rows_are_fresh(target, draft, store, draft_store, b, tokens):
     fresh_draft.ensure(n)
     _, taps = target.forward(ids, window, fresh, draft.hooks)
     last = torch.tensor([n - 1])
-    draft.propose(taps, last, last, window, fresh_draft, target, 1, lambda x, j: x.argmax(-1))
+    draft.propose(taps, last, ids, window, fresh_draft, target, 1, lambda x, j: x.argmax(-1))
     for used, made in ((store, fresh), (draft_store, fresh_draft)):
         for kv, expected in zip(used.kv, made.kv, strict=True):
             torch.testing.assert_close(kv[:, b, :, :n], expected[:, 0, :, :n], rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from specformer.drafts.interface import Draft
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
 from specformer.target import Target
+from specformer.training import following_tokens
 
 HOOKS = (0, 2, 3, 4)
 SWITCHES = [
@@ -21,6 +22,8 @@ SWITCHES = [
     {"draft_attention": "causal"},
     {"positional": "embedding"},
     {"layers": 2, "draft_attention": "causal", "positional": "embedding"},
+    {"anchor_token": "positional"},
+    {"anchor_token": "context", "vocabulary": 90},
 ]
 
 
@@ -36,7 +39,7 @@ def anchored(base, draft, seed=0, target=None):
     _, taps = target.encode(ids, draft.hooks)
     assert taps is not None
     rows, columns = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([3, 0, 11, 7, 5])
-    return draft.training_hidden(taps, rows, columns, target), taps, target
+    return draft.training_hidden(taps, following_tokens(ids), rows, columns, target), taps, target
 
 
 @pytest.mark.parametrize("options", SWITCHES)
@@ -101,7 +104,7 @@ def test_the_context_is_causal(tiny_llama):
     def drafted(ids):
         _, taps = target.encode(ids, draft.hooks)
         assert taps is not None
-        return draft.training_hidden(taps, rows, columns, target)
+        return draft.training_hidden(taps, following_tokens(ids), rows, columns, target)
 
     before = drafted(ids)
     for j in range(6):
@@ -164,7 +167,7 @@ def test_parameters_as_the_paper_counts_them(tiny_qwen3):
 
 
 @pytest.mark.parametrize("chunk", [2048, 13])
-@pytest.mark.parametrize("options", SWITCHES[:3])
+@pytest.mark.parametrize("options", [*SWITCHES[:3], *SWITCHES[4:]])
 def test_cached_drafting_equals_training_from_scratch(tiny_tokenizer, options, chunk, monkeypatch):
     """Whatever was accepted before, `propose` says at a row's last position what `training_hidden` says over
     the whole text: what was trained is what decodes."""
@@ -178,12 +181,13 @@ def test_cached_drafting_equals_training_from_scratch(tiny_tokenizer, options, c
         for b, row in enumerate(slots):
             if not row.decoding or row.finished:
                 continue
-            text = torch.tensor([(row.request.prompt_ids + row.result.ids)[: row.length]])
+            text = torch.tensor([(row.request.prompt_ids + row.result.ids)[: row.length + 1]])
+            text, following = text[:, :-1], text[:, 1:]
             _, taps = engine.target.encode(text, draft.hooks)
             assert taps is not None
             at = torch.tensor([row.length - 1])
-            hidden = draft.training_hidden(taps, torch.tensor([0]), at, engine.target)
-            expected = engine.target.logits(hidden)[0]
+            hidden = draft.training_hidden(taps, following, torch.tensor([0]), at, engine.target)
+            expected = draft.head(engine.target)(hidden)[0]
             torch.testing.assert_close(draft.seen[b], expected, rtol=1e-3, atol=1e-3)
             compared.append(row.request.id)
 
@@ -249,3 +253,50 @@ def test_damaged_folders_are_refused(tiny_llama, tmp_path):
 
 def test_drafts_are_found_by_their_registered_name():
     assert Draft.kinds["specformer"] is SpecFormer
+
+
+# ---------------------------------------------------------------- beyond the paper
+
+
+def test_the_vocabulary_is_the_most_frequent_tokens_then_the_lowest(tiny_llama):
+    draft = perturbed_specformer(tiny_llama, vocabulary=6)
+    rows = [{"answer_ids": [9, 9, 9, 200, 200, 4]}, {"answer_ids": [200, 9, 31]}]
+    draft.choose_vocabulary(rows, 320)
+    assert draft.vocabulary is not None and draft.vocabulary.tolist() == [0, 1, 4, 9, 31, 200]
+    assert draft.coverage(rows) == 1.0
+    assert draft.coverage([{"answer_ids": [9, 300, 301, 200]}]) == 0.5
+    assert perturbed_specformer(tiny_llama).coverage(rows) == 1.0
+
+
+def test_the_vocabulary_is_saved_and_drafts_stay_inside(tiny_llama, tmp_path):
+    draft = perturbed_specformer(tiny_llama, vocabulary=50)
+    draft.choose_vocabulary([{"answer_ids": list(range(100, 300, 2))}], 320)
+    draft.save_pretrained(tmp_path)
+    loaded = load_draft(tmp_path, tiny_llama)
+    assert loaded.vocabulary is not None and draft.vocabulary is not None
+    assert loaded.vocabulary.tolist() == draft.vocabulary.tolist() == list(range(100, 200, 2))
+    engine = Engine(tiny_llama, loaded, k=4, batch_size=3, max_length=64)
+    proposed = []
+    original = loaded.propose
+    loaded.propose = lambda *args: proposed.append(original(*args)) or proposed[-1]  # type: ignore[method-assign]
+    list(engine.run([Request(str(i), p, 6) for i, p in enumerate(prompts(tiny_llama, 4))]))
+    tokens = torch.cat([p.flatten() for p in proposed])
+    assert set(tokens.tolist()) <= set(range(100, 200, 2))
+
+
+@pytest.mark.parametrize("place", ["positional", "context"])
+def test_the_newest_token_reaches_the_draft(tiny_llama, place):
+    """Another following token at position j moves what is drafted at j; later ones only through `context`."""
+    draft, target = perturbed_specformer(tiny_llama, anchor_token=place), Target(tiny_llama, 16)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    rows, columns = torch.zeros(6, dtype=torch.long), torch.arange(6)
+    _, taps = target.encode(ids, draft.hooks)
+    assert taps is not None
+    before = draft.training_hidden(taps, following_tokens(ids), rows, columns, target)
+    for j in range(6):
+        changed = following_tokens(ids)
+        changed[0, j] += 50
+        moved = (draft.training_hidden(taps, changed, rows, columns, target) - before).abs().amax(
+            (1, 2)
+        ) > 1e-6
+        assert moved.tolist() == [t == j or (place == "context" and t > j) for t in range(6)]

@@ -24,11 +24,11 @@ def batch():
 
 def test_stored_states_equal_computed_ones(tiny_llama, tmp_path, batch):
     target = Target(tiny_llama, 32)
-    computed = HiddenStates(target, HOOKS, None)(batch)
+    computed = HiddenStates(target, HOOKS, None)(batch).taps
     stored = HiddenStates(target, HOOKS, tmp_path / "hidden")
-    first = stored(batch)
+    first = stored(batch).taps
     target.encode = None  # type: ignore[assignment]  # the second time nothing may be computed
-    second = stored(list(reversed(batch)))
+    second = stored(list(reversed(batch))).taps
     assert torch.equal(first, second.flip(0))
     assert torch.equal(first[0], computed[0]) and torch.allclose(first[1, :3], computed[1, :3])
     assert (first[1, 3:] == 0).all()
@@ -42,9 +42,33 @@ def test_same_id_with_other_tokens_is_computed_again(tiny_llama, tmp_path, batch
     states = HiddenStates(Target(tiny_llama, 32), HOOKS, tmp_path)
     states(batch)
     other = states([sequence("a", [5, 6, 7, 8, 1])])
-    assert torch.equal(
-        other, HiddenStates(Target(tiny_llama, 32), HOOKS, None)([sequence("a", [5, 6, 7, 8, 1])])
-    )
+    fresh = HiddenStates(Target(tiny_llama, 32), HOOKS, None)([sequence("a", [5, 6, 7, 8, 1])])
+    assert torch.equal(other.taps, fresh.taps)
+
+
+def test_the_bases_next_tokens_are_its_own(tiny_llama, tmp_path, batch):
+    """Top tokens and log-probabilities against transformers' own forward; zeros behind a text's end."""
+    states = HiddenStates(Target(tiny_llama, 32), HOOKS, tmp_path / "hidden", top=5)
+    for teaching in (states(batch), states(batch)):  # computed, then read back
+        assert teaching.top_tokens.shape == teaching.top_logprobs.shape == (2, 5, 5)
+        for b, s in enumerate(batch):
+            n = len(s.ids)
+            theirs = tiny_llama.model(s.ids[None]).logits[0].log_softmax(-1).topk(5, -1)
+            torch.testing.assert_close(teaching.top_logprobs[b, :n], theirs.values, rtol=1e-4, atol=1e-4)
+            assert torch.equal(teaching.top_tokens[b, :n], theirs.indices)
+            assert not teaching.top_tokens[b, n:].any()
+    assert states(batch).taps.shape == (2, 5, 3, 64)
+
+
+def test_a_run_that_wants_fewer_or_more_next_tokens_shares_the_folder(tiny_llama, tmp_path, batch):
+    target = Target(tiny_llama, 32)
+    five, encode = HiddenStates(target, HOOKS, tmp_path, top=5)(batch), target.encode
+    target.encode = None  # type: ignore[assignment]  # fewer: nothing may be computed
+    two = HiddenStates(target, HOOKS, tmp_path, top=2)(batch)
+    assert torch.equal(two.top_tokens, five.top_tokens[..., :2]) and torch.equal(two.taps, five.taps)
+    target.encode = encode
+    seven = HiddenStates(target, HOOKS, tmp_path, top=7)(batch)
+    assert torch.equal(seven.top_tokens[..., :5], five.top_tokens) and seven.top_tokens.shape[-1] == 7
 
 
 def test_states_of_another_base_or_hooks_are_refused(tiny_llama, tiny_qwen3, tmp_path, batch):

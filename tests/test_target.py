@@ -42,7 +42,7 @@ def assert_equal_to_transformers(base, ids, tolerance):
         torch.testing.assert_close(taps[:, :, i] / scale, states[i] / scale, rtol=0, atol=tolerance)
     assert torch.equal(hidden, taps[:, :, -1])
     scale = logits.abs().max()
-    torch.testing.assert_close(target.norm(hidden), normed, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.head.norm(hidden), normed, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(target.logits(hidden) / scale, logits / scale, rtol=0, atol=tolerance)
 
 

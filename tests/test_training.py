@@ -14,6 +14,7 @@ from specformer.base import base_fingerprint, load_base
 from specformer.drafts import SpecFormer, load_draft
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
+from specformer.hidden import HiddenStates
 from specformer.losses import head_loss
 from specformer.target import Target
 from specformer.training import (
@@ -22,11 +23,14 @@ from specformer.training import (
     answer_anchors,
     choose_sequences,
     draft_labels,
+    following_tokens,
     make_batch,
     micro_batches,
+    soft_targets,
     thin,
     train,
     validate,
+    weigh,
 )
 
 CPU = torch.device("cpu")
@@ -58,6 +62,8 @@ def settings(**changes):
         "max_length": 64,
         "anchor_fraction": 0.5,
         "anchor_decay": 0.8,
+        "soft_labels": 0,
+        "position_weights": 1.0,
         "lr": 1e-3,
         "min_lr": 1e-4,
         "warmup": 0.25,
@@ -154,14 +160,14 @@ def gradients(base, sequences, size, extra_padding=0):
     """Draft gradients of one step as `train` makes them, and its loss."""
     draft, target = fresh_draft(base).train(), Target(base, 128)
     batches = micro_batches(sequences, size, draft.draft_length, 1.0, CPU)
-    weights = training._position_weights(torch.stack([(b.labels >= 0).sum(0) for b in batches]).sum(0))
+    weights = weigh(torch.stack([(b.labels >= 0).sum(0) for b in batches]).sum(0), 1.0, [])
     loss = 0.0
     for batch in batches:
         ids = F.pad(batch.ids, (0, extra_padding), value=base.stop_token_ids[0])
         _, taps = target.encode(ids, draft.hooks)
         assert taps is not None
-        hidden = draft.training_hidden(taps, batch.rows, batch.columns, target)
-        scored = head_loss(hidden.detach(), batch.labels, weights, target)
+        hidden = draft.training_hidden(taps, following_tokens(ids), batch.rows, batch.columns, target)
+        scored = head_loss(hidden.detach(), batch.labels, weights, target.head)
         hidden.backward(scored.grad)
         loss += scored.loss
     return loss, torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None])
@@ -175,7 +181,7 @@ def plain_gradients(base, sequences):
         _, taps = target.encode(s.ids[None], draft.hooks)
         assert taps is not None
         zeros = torch.zeros_like(s.anchors)
-        hidden = draft.training_hidden(taps, zeros, s.anchors, target)
+        hidden = draft.training_hidden(taps, following_tokens(s.ids[None]), zeros, s.anchors, target)
         logits.append(base.model.lm_head(base.model.model.norm(hidden)))
         for t in s.anchors.tolist():
             labels.append([int(s.ids[t + 2 + j]) if t + 2 + j < len(s.ids) else -100 for j in range(3)])
@@ -343,9 +349,9 @@ def test_a_corrupt_checkpoint_is_refused(base, rows, killed, damage):
 def test_a_loss_that_is_not_finite_stops_with_step_and_dialogues(base, rows, tmp_path, monkeypatch):
     original, calls = training.head_loss, []
 
-    def overflowing(hidden, labels, weights, target):
+    def overflowing(*arguments):
         calls.append(1)
-        scored = original(hidden, labels, weights, target)
+        scored = original(*arguments)
         if len(calls) == 8:  # three micro-batches a step: the second of step 2
             scored.loss = float("nan")
         return scored
@@ -427,3 +433,58 @@ def test_bfloat16_trains_too(tiny_llama_folder, tmp_path):
     assert {p.dtype for p in draft.parameters()} == {torch.float32}
     log = log_of(tmp_path)
     assert log[-1]["loss"] < 0.8 * log[0]["loss"]
+
+
+# ---------------------------------------------------------------- beyond the paper
+
+
+def test_position_weights():
+    """Shares of positions, divided by their labels; positions without labels take no share."""
+    counts = torch.tensor([10, 5, 4, 0])
+    torch.testing.assert_close(weigh(counts, 1.0, []) * counts, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]))
+    decayed = weigh(counts, 0.5, []) * counts
+    torch.testing.assert_close(decayed, torch.tensor([4 / 7, 2 / 7, 1 / 7, 0]))
+    aware = weigh(counts, "acceptance", [0.5, 0.2, 0.9, 0.9]) * counts
+    torch.testing.assert_close(aware, torch.tensor([1 / 1.6, 0.5 / 1.6, 0.1 / 1.6, 0]))
+    unknown = weigh(counts, "acceptance", []) * counts
+    torch.testing.assert_close(unknown, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]))
+
+
+def test_soft_labels_stand_where_the_labels_do(base, rows):
+    """With greedy answers the base's most probable token at each label is that label."""
+    target, draft = Target(base, 64), perturbed_specformer(base, 3, vocabulary=200)
+    draft.choose_vocabulary(rows, 320)
+    head = draft.head(target)
+    batch = make_batch(Schedule(rows, 4, 1, 64, 1.0, seed=0).step(0), 3, 1.0, CPU)
+    teaching = HiddenStates(target, draft.hooks, None, top=4)(batch.sequences)
+    soft = soft_targets(teaching, batch, head)
+    assert soft is not None and soft.index.shape == (len(batch.rows), 3, 4)
+    there = head.to_index(batch.labels)
+    known = there >= 0
+    assert known.any() and torch.equal(soft.index[..., 0][known], there[known])
+    total = soft.probability.sum(-1)
+    assert torch.allclose(total[known], torch.ones(()), atol=1e-5)
+    assert not soft.probability[soft.index < 0].any()
+    assert soft_targets(HiddenStates(target, draft.hooks, None)(batch.sequences), batch, head) is None
+
+
+def test_training_with_everything_resumes_bit_for_bit(base, rows, tmp_path, monkeypatch):
+    def draft():
+        made = perturbed_specformer(base, 3, vocabulary=200, anchor_token="context")
+        made.choose_vocabulary(rows, 320)
+        return made
+
+    options = settings(soft_labels=4, position_weights="acceptance", hidden_gib=1.0, epochs=2.0)
+    whole = train(base, draft(), rows, rows[:4], tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        killed_at(patch, 3)
+        with pytest.raises(Killed):
+            train(base, draft(), rows, rows[:4], tmp_path / "parts", **options)
+    parts = train(base, draft(), rows, rows[:4], tmp_path / "parts", **options)
+    files = [tmp_path / run / "model.safetensors" for run in ("whole", "parts")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    losses = [e["loss"] for e in log_of(tmp_path / "whole")]
+    assert losses == [e["loss"] for e in log_of(tmp_path / "parts")] and losses[-1] < losses[0]
+    assert whole["tokens_per_step"] == parts["tokens_per_step"]
+    loaded = load_draft(tmp_path / "whole", base)
+    assert torch.equal(torch.as_tensor(loaded.vocabulary), torch.as_tensor(draft().vocabulary))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specformer.drafts.interface import Draft, DraftConfig, ParameterCounts, load_draft, register
+from specformer.drafts.interface import Draft, DraftConfig, ParameterCounts, load_draft, new_draft, register
 from specformer.drafts.specformer import SpecFormer
 
-__all__ = ["Draft", "DraftConfig", "ParameterCounts", "SpecFormer", "load_draft", "register"]
+__all__ = ["Draft", "DraftConfig", "ParameterCounts", "SpecFormer", "load_draft", "new_draft", "register"]

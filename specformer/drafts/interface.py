@@ -8,7 +8,7 @@ states that training scores (`training_hidden`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from specformer.base import Base, base_fingerprint
 from specformer.cache import KVStore, Window
 from specformer.errors import UserError
-from specformer.target import Target
+from specformer.target import Head, Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 Choose = Callable[[Tensor, int], Tensor]
@@ -55,6 +55,8 @@ class DraftConfig:
 
     kind: registered name; base_name, base_fingerprint: the LLM it was made for; hooks: indices of HS;
     the geometry fields repeat the base's; draft_attention, positional and layers are the paper's ablations.
+    Beyond the paper: anchor_token, where the embedding of the base's newest token joins ("none": nowhere);
+    vocabulary, how many tokens can be drafted (0: all).
     """
 
     kind: str
@@ -74,6 +76,8 @@ class DraftConfig:
     draft_attention: str = "bidirectional"
     positional: str = "ffn"
     layers: int = 1
+    anchor_token: str = "none"
+    vocabulary: int = 0
     specformer_version: str = ""
 
     @classmethod
@@ -109,9 +113,15 @@ class Draft(nn.Module):
     kinds: ClassVar[dict[str, type[Draft]]] = {}
     cache_layers: int = 0
 
+    vocabulary: Tensor | None
+
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.config = config
+        # every token of a vocabulary not chosen yet is the first one
+        chosen = torch.zeros(config.vocabulary, dtype=torch.long) if config.vocabulary else None
+        self.register_buffer("vocabulary", chosen)
+        self._head: tuple[Target, Head] | None = None
 
     @property
     def hooks(self) -> tuple[int, ...]:
@@ -124,11 +134,41 @@ class Draft(nn.Module):
     def start_from(self, base: Base) -> None:
         """Initialise from the base LLM's own weights; random initialisation stays where a draft has none."""
 
+    def choose_vocabulary(self, rows: Sequence[Mapping[str, Any]], total: int) -> None:
+        """Let the draft speak the `config.vocabulary` most frequent tokens of the answers.
+
+        rows: dialogues with answer_ids; total: the base's vocabulary size. Where the answers hold fewer
+        tokens, those of lowest id follow: byte-pair vocabularies number frequent tokens first.
+        """
+        if self.vocabulary is None:
+            return
+        counts = torch.zeros(total, dtype=torch.long)
+        for row in rows:
+            counts += torch.bincount(torch.as_tensor(row["answer_ids"], dtype=torch.long), minlength=total)
+        ranked = torch.argsort(counts, descending=True, stable=True)
+        self.vocabulary.copy_(ranked[: self.config.vocabulary].sort().values)
+        self._head = None
+
+    def head(self, target: Target) -> Head:
+        """The LM head that the draft is scored and drafts with: the base's, or cut to the vocabulary."""
+        if self.vocabulary is None:
+            return target.head
+        if self._head is None or self._head[0] is not target:
+            self._head = (target, target.cut_head(self.vocabulary))
+        return self._head[1]
+
+    def coverage(self, rows: Sequence[Mapping[str, Any]]) -> float:
+        """Share of the answers' tokens that the draft can propose."""
+        tokens = torch.cat([torch.as_tensor(row["answer_ids"], dtype=torch.long) for row in rows])
+        if self.vocabulary is None or not len(tokens):
+            return 1.0
+        return float(torch.isin(tokens, self.vocabulary.cpu()).double().mean())
+
     def propose(
         self,
         taps: Tensor,
         last: Tensor,
-        pending: Tensor,
+        following: Tensor,
         window: Window,
         store: KVStore | None,
         target: Target,
@@ -139,16 +179,19 @@ class Draft(nn.Module):
 
         taps (B, n, hooks, H): hidden states of the n tokens just verified; their keys and values are to be
         cached at the window's positions. last (B,) int64: each row's last accepted one among them, the only
-        position that is drafted from. pending (B,) int64: the token the base has produced after it.
-        choose(logits (B, m, V), j) gives the tokens (B, m) of draft positions j .. j + m - 1. Returns (B, k).
+        position that is drafted from. following (B, n) int64: the token after each of the n; at `last` it is
+        the one that the base has just produced. choose(logits (B, m, V'), j), the logits of `head`, gives
+        the tokens (B, m) of draft positions j .. j + m - 1. Returns (B, k).
         """
         raise NotImplementedError
 
-    def training_hidden(self, taps: Tensor, rows: Tensor, columns: Tensor, target: Target) -> Tensor:
+    def training_hidden(
+        self, taps: Tensor, following: Tensor, rows: Tensor, columns: Tensor, target: Target
+    ) -> Tensor:
         """Hidden states before the final norm at the anchors, for every draft position.
 
-        taps (B, T, hooks, H); rows and columns (N,) int64 name the anchors t; -> (N, draft_length, H), where
-        position j is scored against token t + 2 + j.
+        taps (B, T, hooks, H); following (B, T) int64, the token after each position; rows and columns (N,)
+        int64 name the anchors t; -> (N, draft_length, H), where position j is scored against token t + 2 + j.
         """
         raise NotImplementedError
 
@@ -168,7 +211,10 @@ class Draft(nn.Module):
         """Write config.json and model.safetensors (weights in `dtype`), each replaced atomically."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in self.state_dict().items()}
+        state = {
+            k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype).contiguous()
+            for k, v in self.state_dict().items()
+        }
         save_file(state, folder / (WEIGHTS + ".tmp"), metadata={"format": "pt"})
         (folder / (CONFIG + ".tmp")).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
         for name in (WEIGHTS, CONFIG):  # the config last: a folder with one is whole
@@ -213,6 +259,29 @@ def check_fits(config: DraftConfig, base: Base, folder: Path) -> None:
             f"the draft in {folder} was made for {config.base_name} (fingerprint {config.base_fingerprint}), "
             f"not for {base.name} ({found}): load that base, or train a draft for this one"
         )
+
+
+def new_draft(
+    base: Base,
+    kind: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    hooks: tuple[int, ...],
+    init: str,
+    seed: int,
+    **options: Any,
+) -> Draft:
+    """An untrained draft of a registered kind for `base`, its vocabulary taken from the answers of `rows`.
+
+    hooks: indices of HS; init: "base" begins from the base LLM's own weights, "random" from nothing; seed: of
+    the random part; options: further fields of DraftConfig. float32, on the CPU.
+    """
+    torch.manual_seed(seed)
+    draft = Draft.kinds[kind](DraftConfig.for_base(base, kind, hooks, **options))
+    draft.choose_vocabulary(rows, base.model.config.vocab_size)
+    if init == "base":
+        draft.start_from(base)
+    return draft
 
 
 D = TypeVar("D", bound=Draft)

@@ -122,6 +122,23 @@ class PositionalEmbedding(nn.Module):
         nn.init.normal_(self.embedding, std=0.02)
 
 
+class AnchorToken(nn.Module):
+    """Beyond the paper: the embedding of the token after a position joins the stream there.
+
+    The paper's draft has to infer from HS[L] which token the base has just produced; here it is told.
+    RMSNorm, then linear H -> H, starting at zero. x (..., H), tokens (...) int64 -> (..., H).
+    """
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.eps)
+        self.linear = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, x: Tensor, tokens: Tensor, target: Target) -> Tensor:
+        return x + self.linear(self.norm(F.embedding(tokens, target.embedding)))
+
+
 class DraftBlock(nn.Module):
     """Attention over the l_d draft positions, then SwiGLU, both pre-norm with residual (Equation 10).
 
@@ -163,6 +180,8 @@ class SpecFormer(Draft):
     bidirectional draft attention with SwiGLU; then the base's frozen final norm and LM head.
 
     `layers` stacks the draft block, the part whose weights all positions share (the paper's "larger").
+    `anchor_token` "positional" lets the newest token join before the positional FFN, "context" lets each
+    position's next token join before the context attention, so that its keys and values know it too.
     """
 
     cache_layers = 1
@@ -175,6 +194,7 @@ class SpecFormer(Draft):
         self.context = ContextAttention(config)
         self.positional = PositionalFFN(config) if config.positional == "ffn" else PositionalEmbedding(config)
         self.blocks = nn.ModuleList(DraftBlock(config) for _ in range(config.layers))
+        self.anchor = AnchorToken(config) if config.anchor_token != "none" else None
 
     def start_from(self, base: Base) -> None:
         """Begin from what the base knows: the downsampler passes HS[L] through, every draft position is the
@@ -195,6 +215,12 @@ class SpecFormer(Draft):
         """Grouped RMSNorm and downsampler (Equation 7): (B, n, groups, H) -> (B, n, H)."""
         return self.downsampler(self.grouped_norm(taps).flatten(-2))
 
+    def join(self, x: Tensor, tokens: Tensor, target: Target, place: str) -> Tensor:
+        """x (..., H) with the embedding of `tokens` (...) where the config wants it, else x itself."""
+        if self.anchor is None or self.config.anchor_token != place:
+            return x
+        return self.anchor(x, tokens, target)
+
     def draft(self, x: Tensor, target: Target) -> Tensor:
         """Positional FFN and draft blocks (Equations 9, 10): (N, H) -> (N, l_d, H), before the final norm."""
         h = self.positional(x)
@@ -207,19 +233,26 @@ class SpecFormer(Draft):
         self,
         taps: Tensor,
         last: Tensor,
-        pending: Tensor,
+        following: Tensor,
         window: Window,
         store: KVStore | None,
         target: Target,
         k: int,
         choose: Choose,
     ) -> Tensor:
-        x = self.context(self.downsample(taps), last, window, store, target)
-        return choose(target.logits(self.draft(x[:, 0], target)[:, :k]), 0)
+        x = self.join(self.downsample(taps), following, target, "context")
+        x = self.context(x, last, window, store, target)[:, 0]
+        if self.config.anchor_token == "positional":
+            newest = following.gather(1, last[:, None])[:, 0]
+            x = self.join(x, newest, target, "positional")
+        return choose(self.head(target)(self.draft(x, target)[:, :k]), 0)
 
-    def training_hidden(self, taps: Tensor, rows: Tensor, columns: Tensor, target: Target) -> Tensor:
-        x = self.context(self.downsample(taps), None, fresh_window(taps[:, :, 0, 0]), None, target)
-        return self.draft(x[rows, columns], target)
+    def training_hidden(
+        self, taps: Tensor, following: Tensor, rows: Tensor, columns: Tensor, target: Target
+    ) -> Tensor:
+        x = self.join(self.downsample(taps), following, target, "context")
+        x = self.context(x, None, fresh_window(following), None, target)[rows, columns]
+        return self.draft(self.join(x, following[rows, columns], target, "positional"), target)
 
     def position_parameters(self) -> int:
         H = self.config.hidden_size
