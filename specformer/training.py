@@ -202,13 +202,17 @@ class DraftForward(torch.nn.Module):
 
 
 @torch.no_grad()
-def validate(draft: Draft, target: Target, rows: Sequence[Row], max_length: int) -> dict[str, Any]:
+def validate(
+    draft: Draft, target: Target, rows: Sequence[Row], max_length: int, states: HiddenStates | None = None
+) -> dict[str, Any]:
     """Teacher-forced acceptance on the base's own greedy answers.
 
     Where every answer is what the base would say, a draft token is accepted exactly if it equals the
     answer's; walking each answer by its accepted runs therefore gives the tokens_per_step of decoding.
-    Returns accuracy (list, share of right tokens per draft position) and tokens_per_step.
+    states: where the base's hidden states come from (default: computed). Returns accuracy (list, share of
+    right tokens per draft position) and tokens_per_step.
     """
+    states = states or HiddenStates(target, draft.hooks, None)
     length, device, head = draft.draft_length, target.device, draft.head(target)
     right = torch.zeros(length, dtype=torch.long)
     seen = torch.zeros(length, dtype=torch.long)
@@ -218,10 +222,8 @@ def validate(draft: Draft, target: Target, rows: Sequence[Row], max_length: int)
         columns = torch.tensor(list(answer_anchors(len(row["prompt_ids"]), ids.shape[1])))
         zeros = torch.zeros_like(columns)
         labels = draft_labels(ids, zeros, columns, torch.tensor([ids.shape[1]]), length)
-        ids = ids.to(device)
-        _, taps = target.encode(ids, draft.hooks)
-        assert taps is not None
-        following = following_tokens(ids)
+        taps = states([Sequence_(row["id"], ids[0], columns)]).taps
+        following = following_tokens(ids.to(device))
         hidden = draft.training_hidden(taps, following, zeros.to(device), columns.to(device), target)
         guess = torch.cat([greedy(head(h)) for h in hidden.to(target.dtype).split(256)])
         hit = head.to_tokens(guess).cpu() == labels
@@ -327,7 +329,7 @@ def train(
 
     world, rank = accelerator.num_processes, accelerator.process_index
     hidden_states = _hidden_states(
-        target, draft, rows, plan, max_length, soft_labels, hidden_gib, hidden_dir, out_dir
+        target, draft, [*rows, *validation], plan, max_length, soft_labels, hidden_gib, hidden_dir, out_dir
     )
     head = draft.head(target)
     average = sum(_total(r, max_length) for r in rows) / len(rows)
@@ -338,7 +340,7 @@ def train(
         + (f", going on at step {state.step}" if state.step else "")
     )
     started = time.perf_counter()
-    whole = [Sequence_(r["id"], token_ids(r, max_length), torch.empty(0)) for r in rows]
+    whole = [Sequence_(r["id"], token_ids(r, max_length), torch.empty(0)) for r in [*rows, *validation]]
     hidden_states.fill(whole[rank::world], name=f"hidden states for {out_dir.name}")
     accelerator.wait_for_everyone()
     state.hidden_seconds += time.perf_counter() - started
@@ -399,7 +401,7 @@ def train(
             }
             last = state.step == plan.steps
             if last or state.step % validate_every == 0:
-                entry["validation"] = _validate(draft, target, validation, max_length)
+                entry["validation"] = _validate(draft, target, validation, max_length, hidden_states)
                 entry["tokens_per_step"] = entry["validation"]["tokens_per_step"]
                 if accelerator.is_main_process and entry["tokens_per_step"] > state.best:
                     draft.save_pretrained(out_dir)
@@ -501,10 +503,12 @@ def _synchronise_last(accelerator: Accelerator, model: torch.nn.Module, last: bo
     return nullcontext() if last else accelerator.no_sync(model)
 
 
-def _validate(draft: Draft, target: Target, validation: Sequence[Row], max_length: int) -> dict[str, Any]:
+def _validate(
+    draft: Draft, target: Target, validation: Sequence[Row], max_length: int, states: HiddenStates
+) -> dict[str, Any]:
     draft.eval()
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
-        result = validate(draft, target, validation, max_length)
+        result = validate(draft, target, validation, max_length, states)
     draft.train()
     return result
 
