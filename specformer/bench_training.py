@@ -321,14 +321,15 @@ def training_memory(
         optimizer          8 D (AdamW's two moments, float32)
         gradients          4 D
         draft_casts        D W under autocast, which keeps a cast copy of each weight it meets; else 0
-        base_forward       n W (G H + 2 H + 4 I): the tapped states, and one layer's feed-forward
+        base_forward       n W (G H + H + 1.5 A + 0.5 Q + 4 I): the tapped states, and one layer's
+                           feed-forward beside what its attention leaves
         hidden_states      n W G H
         draft_activations  W (n (2 G H + 2 H + 1.5 (A + Q)) + 2 H anchors + layers r (4 H + A + Q + 4 I)
                               + 2 r H) + 4 H (n + anchors + 2 layers r):
                            what autograd keeps, the inputs of norms among it in float32 (less where a norm
                            is fused), and the draft's output with its gradient
-        draft_backward     3 W r I: gradients inside a feed-forward, before what it kept is freed
-        head_chunk         2 W min(chunk, anchors) vocabulary: logits and their softmax
+        draft_backward     2 W r I: gradients inside a feed-forward, less what is freed by then
+        head_chunk         3 W min(chunk, anchors) vocabulary: logits, their softmax, and the last chunk's
 
     Left out: the runtime's own memory, scratch space of kernels, RoPE tables, ids and labels.
     """
@@ -348,9 +349,9 @@ def training_memory(
         optimizer=8 * D,
         gradients=4 * D,
         draft_casts=D * W if W < 4 else 0,
-        base_forward=n * W * (tapped + 2 * H + 4 * inner),
+        base_forward=n * W * (tapped + H + (3 * A + Q) // 2 + 4 * inner),
         hidden_states=n * W * tapped,
         draft_activations=W * kept + 4 * norm_inputs,
-        draft_backward=3 * W * r * inner,
-        head_chunk=2 * W * min(chunk, anchors) * vocabulary,
+        draft_backward=2 * W * r * inner,
+        head_chunk=3 * W * min(chunk, anchors) * vocabulary,
     )
