@@ -178,6 +178,61 @@ def bench_loss(profile: Profile = "cpu", anchors: int = 512) -> None:
     )
 
 
+@bench.command("training")
+def bench_training(
+    profile: Profile = "cpu",
+    draft_length: int = 8,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of one measurement.")] = 4,
+    repeats: Annotated[int, typer.Option(help="Measurements of each loop, after one to warm up.")] = 3,
+) -> None:
+    """Throughput and peak memory of the training loop against a plain one, on the profile's dialogues."""
+    from specformer.bench_training import Workload, bench_training
+    from specformer.shards import read_rows
+
+    run = pipeline.open_run(profile)
+    draft, train = run.settings.draft, run.settings.train
+    work = Workload(
+        str(run.require(run.paths.base, "base")),
+        read_rows(run.require(run.paths.distilled / "train", "distill")),
+        draft.hooks,
+        {
+            "draft_length": draft_length,
+            "draft_attention": draft.draft_attention,
+            "positional": draft.positional,
+            "layers": draft.layers,
+        },
+        steps,
+        **train.model_dump(
+            include={
+                "sequences_per_step",
+                "micro_batch",
+                "max_length",
+                "anchor_fraction",
+                "anchor_decay",
+                "lr",
+                "clip",
+            }
+        ),
+        dtype=run.settings.base.dtype,
+        device=run.settings.base.device,
+        seed=run.settings.seed,
+    )
+    record = bench_training(work, repeats)
+    path = run.paths.results / "training_bench.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    low, high = record["throughput_ratio_spread"]
+    print(
+        f"{record['tokens']} tokens, {record['labels']} labels, l_d {draft_length}; against the plain loop:\n"
+        f"hidden states computed: throughput {record['throughput_ratio']:.2f}x ({low:.2f} to {high:.2f}), "
+        f"peak memory {record['peak_memory_ratio']:.2f}x\n"
+        f"hidden states cached: throughput {record['throughput_ratio_cached']:.2f}x, "
+        f"peak memory {record['peak_memory_ratio_cached']:.2f}x\n"
+        f"peak of a step {record['computed_peak_gib']:.2f} GiB, by the formula "
+        f"{record['estimated_peak_gib']:.2f} GiB ({path.relative_to(run.root)})"
+    )
+
+
 @bench.command("engine")
 def bench_engine(
     profile: Profile = "cpu",

@@ -5,18 +5,28 @@ Shapes use B rows, n tokens per row, H hidden size, Hq query heads, Hkv key/valu
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specformer.cache import KVStore, Window
 
+TRITON = find_spec("triton") is not None
+
+
+def kernel_serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether the Triton kernel takes x (..., groups, H) with weight (groups, H): on CUDA, up to 32 bits."""
+    return TRITON and x.is_cuda and weight.dim() == 2 and x.dtype.itemsize <= 4
+
 
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, in the input's dtype with the mean square in float32.
 
     dim: H, or (groups, H) for one scale vector per group (the grouped RMSNorm of the paper, Equation 7);
-    scales start at 1. Input (..., *dim), output of the same shape and dtype.
+    scales start at 1. Input (..., *dim), output of the same shape and dtype. Groups on CUDA take the Triton
+    kernel (kernels.py).
     """
 
     def __init__(self, dim: int | tuple[int, int], eps: float):
@@ -25,6 +35,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        if kernel_serves(x, self.weight):
+            from specformer.kernels import grouped_rms_norm  # needs triton
+
+            return grouped_rms_norm(x, self.weight, self.eps)
         # the cast matters under autocast: float32 scales would lift the whole stream to float32
         return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight.to(x.dtype)
 

@@ -115,7 +115,13 @@ def test_the_context_is_causal(tiny_llama):
 
 
 def test_attention_in_segments_is_the_same(tiny_llama, monkeypatch):
+    """Outputs and the gradient of every parameter."""
     draft = perturbed_specformer(tiny_llama)
+
+    def gradients(hidden):
+        loss = (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum()
+        return torch.autograd.grad(loss, list(draft.parameters()))
+
     whole, _, _ = anchored(tiny_llama, draft)
     monkeypatch.setattr(module, "ATTENTION_SEGMENT", 2)
     seen = []
@@ -129,6 +135,7 @@ def test_attention_in_segments_is_the_same(tiny_llama, monkeypatch):
     parts, _, _ = anchored(tiny_llama, draft)
     assert seen == [2, 2, 1], "five anchors in segments of at most two"
     torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(gradients(parts), gradients(whole))
 
 
 def test_no_batch_of_draft_attention_exceeds_what_flash_attention_takes(tiny_llama, monkeypatch):
@@ -143,7 +150,7 @@ def test_no_batch_of_draft_attention_exceeds_what_flash_attention_takes(tiny_lla
     draft = perturbed_specformer(tiny_llama, 2)
     with torch.no_grad():
         draft.draft(torch.randn(7000, 64), Target(tiny_llama, 16))
-    assert seen == [3072, 3072, 856]
+    assert sum(seen) == 7000 and max(seen) <= 4095
 
 
 def test_parameters_as_the_paper_counts_them(tiny_qwen3):
