@@ -28,7 +28,15 @@ from specformer.losses import CHUNK, head_loss
 from specformer.pipeline import Meter
 from specformer.probes import plain_head_loss
 from specformer.target import Target, packed_matmul_available
-from specformer.training import Batch, Row, Schedule, _position_weights, choose_sequences, micro_batches
+from specformer.training import (
+    Batch,
+    Row,
+    Schedule,
+    choose_sequences,
+    following_tokens,
+    micro_batches,
+    weigh,
+)
 
 KINDS = ("plain", "computed", "cached")
 """The plain loop; ours with hidden states computed in each step; ours with them read from disk."""
@@ -95,7 +103,7 @@ class Loops:
 
     def gradients(self, kind: str, batches: Sequence[Batch]) -> float:
         """Forward and backward of one step, as one of KINDS: its loss; gradients add up in the draft."""
-        weights = _position_weights(torch.stack([(b.labels >= 0).sum(0) for b in batches]).sum(0))
+        weights = weigh(torch.stack([(b.labels >= 0).sum(0) for b in batches]).sum(0), 1.0, [])
         half = self.target.dtype == torch.bfloat16
         loss = 0.0
         for batch in batches:
@@ -103,12 +111,13 @@ class Loops:
                 if kind == "plain":
                     taps = transformers_taps(self.base, batch, self.draft.hooks)
                 else:
-                    taps = self.hidden_states[kind](batch.sequences)
-                hidden = self.draft.training_hidden(taps, batch.rows, batch.columns, self.target)
+                    taps = self.hidden_states[kind](batch.sequences).taps
+                following = following_tokens(batch.ids)
+                hidden = self.draft.training_hidden(taps, following, batch.rows, batch.columns, self.target)
                 if kind == "plain":
-                    value, grad = plain_head_loss(hidden, batch.labels, weights, self.target)
+                    value, grad = plain_head_loss(hidden, batch.labels, weights, self.target.head)
                 else:
-                    scored = head_loss(hidden.detach(), batch.labels, weights, self.target)
+                    scored = head_loss(hidden.detach(), batch.labels, weights, self.target.head)
                     value, grad = scored.loss, scored.grad
                 hidden.backward(grad)
             loss += value
