@@ -91,6 +91,7 @@ def measure(
     round_requests: int,
     max_length: int,
     prefill_chunk: int,
+    attention: str = "auto",
     target: Target | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Time every contender at every batch size; returns the throughput and the step records.
@@ -130,6 +131,7 @@ def measure(
                             batch_size=batch_size,
                             max_length=max_length,
                             prefill_chunk=prefill_chunk,
+                            attention=attention,
                             target=target,
                         )
                         for c in field

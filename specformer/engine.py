@@ -136,8 +136,10 @@ class Engine:
     base: the LLM; draft: a draft model made for it, or None; k: draft tokens per step, 0..draft_length;
     max_length: most tokens (prompt + new) of one row; prefill_chunk: most prompt tokens per prefill pass;
     sample_drafts: draw drafts from the draft's own distribution (ratio rule) instead of its argmax, for
-    requests with a temperature; target: a prepared `Target` of the same base, to share its packed weights.
-    Raises UserError for a k the draft cannot give, or a max_length the base cannot reach.
+    requests with a temperature; target: a prepared `Target` of the same base, to share its packed weights;
+    attention: how the cache is read, "auto", "sdpa" or "flash" (`layers.choose_attention`).
+    Raises UserError for a k the draft cannot give, a max_length the base cannot reach, or a backend that
+    cannot run here.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Engine:
         prefill_chunk: int = 2048,
         sample_drafts: bool = False,
         target: Target | None = None,
+        attention: str = "auto",
     ):
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}: give at least 1")
@@ -168,13 +171,14 @@ class Engine:
         self.target = target or Target(base, limit)
         if self.target.max_length < limit:
             raise UserError(f"the shared target tabulates {self.target.max_length} positions, not {limit}")
-        self.store = self.target.new_store(batch_size, limit)
+        self.store = self.target.new_store(batch_size, limit, attention=attention)
         self.draft_store, self.hooks = None, ()
         if self.draft is not None:
             self.hooks = self.draft.hooks
             pack_linears(self.draft)
             if self.draft.cache_layers:
-                self.draft_store = self.target.new_store(batch_size, limit, self.draft.cache_layers)
+                layers = self.draft.cache_layers
+                self.draft_store = self.target.new_store(batch_size, limit, layers, attention)
         self.stats = EngineStats()
 
         # what the next step starts from, one entry a slot, on the device

@@ -184,6 +184,8 @@ class EngineSection(Section):
     """Cache capacity of a row in tokens."""
     prefill_chunk: Count
     """Prompt tokens that one prefill call takes; at least 1."""
+    attention: Literal["auto", "sdpa", "flash"]
+    """How the cache is read: PyTorch's sdpa, flash-attn's cache kernel, or auto: flash where it can run."""
 
 
 class ReportSection(Section):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specformer.base import Base
 from specformer.cache import KVStore, Window
-from specformer.layers import RotaryTable, cached_attention, rotate
+from specformer.layers import RotaryTable, cached_attention, choose_attention, rotate
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -132,10 +132,14 @@ class Target:
             down=linear(*fuse([m.down_proj])),
         )
 
-    def new_store(self, rows: int, limit: int, layers: int | None = None) -> KVStore:
-        """A key/value store of the LLM's head geometry for `rows` rows of at most `limit` tokens."""
+    def new_store(self, rows: int, limit: int, layers: int | None = None, attention: str = "auto") -> KVStore:
+        """A key/value store of the LLM's head geometry for `rows` rows of at most `limit` tokens, read by an
+        attention backend (UserError for one that cannot run here, see `layers.choose_attention`)."""
         count = len(self.layers) if layers is None else layers
-        return KVStore(count, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device)
+        backend = choose_attention(attention, self.device, self.dtype)
+        return KVStore(
+            count, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device, attention=backend
+        )
 
     def norm(self, x: Tensor) -> Tensor:
         """The LLM's final RMSNorm."""
