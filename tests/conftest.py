@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from specformer import hardware
 from specformer.base import Base, load_base, prepare_base
 from specformer.drafts import DraftConfig, SpecFormer
 
@@ -54,6 +55,15 @@ SENTENCES = [
     "Write a short story about a river. What is the capital of France?",
     "def add(a, b):\n    return a + b\n",
 ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_speeds(tmp_path_factory):
+    """What tests measure of this machine beside others does not stay in the user's cache."""
+    file = tmp_path_factory.mktemp("speeds") / "decode_speed.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "cache_file", lambda: file)
+        yield
 
 
 def make_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
