@@ -166,6 +166,7 @@ def bench_engine(
     max_length: int,
     waves: int = 2,
     attention: str = "auto",
+    compile: bool | str = False,
     vllm_python: str | None = None,
     folder: Path | None = None,
 ) -> pd.DataFrame:
@@ -187,6 +188,7 @@ def bench_engine(
                 "max_length": max_length,
                 "target": target,
                 "attention": attention,
+                "compile": compile,
             }
             systems: dict[tuple[str, int], Any] = {("specformer", 0): ours(Engine(base, **options))}
             if draft is not None:

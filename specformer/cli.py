@@ -125,6 +125,7 @@ def generate(
         batch_size=1 if prompt else batch_size,
         max_length=max_length,
         attention=run.settings.engine.attention,
+        compile=run.settings.engine.compile,
     )
     if prompt is not None:
         for result in engine.run([generation.make_request(llm, {"prompt": prompt}, defaults, chat=chat)]):
@@ -220,6 +221,7 @@ def bench_engine(
         rounds=rounds,
         max_length=200 + max_new_tokens,
         attention=run.settings.engine.attention,
+        compile=run.settings.engine.compile,
         vllm_python=vllm_python,
         folder=run.paths.base,
     )
