@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,6 +52,7 @@ class Window:
     fresh: bool
     runs: list[tuple[int, int, int]]
     _grouped: dict[int, list[Tensor]] = field(default_factory=dict)
+    _lengths: Tensor | None = None
 
     @classmethod
     def at(
@@ -96,10 +96,13 @@ class Window:
             ]
         return self._grouped[groups]
 
-    @cached_property
+    @property
     def lengths(self) -> Tensor:
-        """Tokens of each row with the new ones (B,) int32, for kernels that take lengths, not masks."""
-        return (self.positions[:, -1] + 1).int()
+        """Tokens of each row with the new ones (B,) int32, for kernels that take lengths, not masks; made
+        once (torch.compile cannot look into a cached_property)."""
+        if self._lengths is None:
+            self._lengths = (self.positions[:, -1] + 1).int()
+        return self._lengths
 
 
 class KVStore:

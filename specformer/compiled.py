@@ -80,7 +80,7 @@ class CompiledVerify:
             hidden, taps = target.forward(ids, window, store, hooks)
             return target.logits(hidden), taps
 
-        self._verify = torch.compile(verify, mode="reduce-overhead" if on_gpu else None)
+        self._verify = torch.compile(verify, fullgraph=True, mode="reduce-overhead" if on_gpu else None)
         self._groups = groups
 
     def window(self, start: Tensor, n: int, longest: int) -> Window | None:

@@ -41,6 +41,16 @@ def test_compiled_answers_equal_eager_ones(nano, once, monkeypatch, capsys):
     assert "compiled the verify step for 3 rows x 4 tokens: " in capsys.readouterr().err
 
 
+def test_the_flash_backend_can_be_compiled(nano, once, flash_calls, monkeypatch):
+    monkeypatch.setattr(compiled, "BUCKET", 16)
+    requests = [Request(str(i), p, 20) for i, p in enumerate(prompts(nano, 4, longest=12))]
+    eager, _ = run(nano, requests, batch_size=2, max_length=64)
+    monkeypatch.setattr("specformer.target.choose_attention", lambda *asked: "flash")
+    found, engine = run(nano, requests, batch_size=2, max_length=64, compile=True)
+    assert flash_calls and engine.stats.compile > 0
+    assert {r: found[r].ids for r in found} == {r: eager[r].ids for r in eager}
+
+
 @pytest.mark.skipif(
     not packed_matmul_available(torch.empty(1, 1, dtype=torch.bfloat16)), reason="a CPU without bfloat16"
 )

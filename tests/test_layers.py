@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,40 +16,10 @@ from specformer.layers import choose_attention, ragged_attention
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """A stand-in for the flash_attn package, which needs a GPU; records what it is called with."""
-    made = []
-
-    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, cache_batch_idx, causal):
-        """What the package documents, row by row in plain PyTorch."""
-        assert causal and cache_seqlens.dtype == torch.int32 and k_cache.stride(-1) == v_cache.stride(-1) == 1
-        made.append((q, k_cache, cache_seqlens, cache_batch_idx))
-        B, n, Hq, D = q.shape
-        out = torch.empty_like(q)
-        for b in range(B):
-            row = b if cache_batch_idx is None else int(cache_batch_idx[b])
-            length = int(cache_seqlens[b])
-            assert length <= k_cache.shape[1]
-            keys, values = (
-                c[row, :length].repeat_interleave(Hq // c.shape[2], 1) for c in (k_cache, v_cache)
-            )
-            scores = torch.einsum("nhd,lhd->hnl", q[b], keys) / D**0.5
-            hidden = torch.arange(length) > length - n + torch.arange(n)[:, None]  # aligned to the end
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            out[b] = torch.einsum("hnl,lhd->nhd", weights, values)
-        return out
-
-    module = ModuleType("flash_attn")
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    return made
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
 @pytest.mark.parametrize("rows", [slice(0, 3), torch.tensor([3, 0, 2])])
 @pytest.mark.parametrize("n", [1, 5])
-def test_flash_equals_sdpa_on_ragged_rows(calls, heads, rows, n):
+def test_flash_equals_sdpa_on_ragged_rows(flash_calls, heads, rows, n):
     torch.manual_seed(0)
     (Hq, Hkv), start, D = heads, torch.tensor([0, 37, 11]), 8
     q, k, v = torch.randn(3, n, Hq, D), torch.randn(3, n, Hkv, D), torch.randn(3, n, Hkv, D)
@@ -64,29 +33,29 @@ def test_flash_equals_sdpa_on_ragged_rows(calls, heads, rows, n):
         found[backend] = ragged_attention(q, store, 0, window)
     torch.testing.assert_close(found["flash"], found["sdpa"], rtol=1e-5, atol=1e-5)
     assert found["flash"].shape == (3, n, Hq * D)
-    ((_, cache, lengths, index),) = calls
+    ((_, cache, lengths, index),) = flash_calls
     assert lengths.tolist() == (start + n).tolist()
     assert cache.shape == (3 if index is None else 4, 64, Hkv, D)
     assert cache.untyped_storage().data_ptr() == store.kv[0].untyped_storage().data_ptr(), "copied"
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_the_engine_gives_the_same_greedy_answers_by_flash(tiny_qwen3, calls, monkeypatch, k):
+def test_the_engine_gives_the_same_greedy_answers_by_flash(tiny_qwen3, flash_calls, monkeypatch, k):
     """Chunked prefill, which reads rows by index, and decoding, which reads the first rows."""
     requests = [Request(str(i), p, 12) for i, p in enumerate(prompts(tiny_qwen3, 9))]
     draft = perturbed_specformer(tiny_qwen3) if k else None
     options = {"k": k, "batch_size": 4, "prefill_chunk": 16}
     plain, _ = run(tiny_qwen3, requests, draft, **options, attention="sdpa")
-    assert not calls
+    assert not flash_calls
     monkeypatch.setattr("specformer.target.choose_attention", lambda *asked: "flash")
     flash, engine = run(tiny_qwen3, requests, draft, **options)
     assert engine.store.attention == "flash"
-    assert {index is None for _, _, _, index in calls} == {True, False}
+    assert {index is None for _, _, _, index in flash_calls} == {True, False}
     assert {r: plain[r].ids for r in plain} == {r: flash[r].ids for r in flash}
     assert [plain[r].steps for r in plain] == [flash[r].steps for r in plain]
 
 
-def test_auto_takes_flash_where_it_can_run(calls, monkeypatch):
+def test_auto_takes_flash_where_it_can_run(flash_calls, monkeypatch):
     assert choose_attention("auto", CUDA, torch.bfloat16) == "flash"
     assert choose_attention("flash", CUDA, torch.float16) == "flash"
     assert choose_attention("auto", CUDA, torch.float32) == "sdpa"
