@@ -21,7 +21,9 @@ from specformer.matmul import linear, packed_matmul_available
 
 GIB = 1024**3
 PROBE_PARAMETERS = 2**25
-"""Weights that the probe streams at least: more than a CPU's caches hold, as decoding does."""
+"""Weights that the probe streams: more than most CPUs' caches hold, as decoding does."""
+BUSY_PERCENT = 25
+"""Use of all cores by others above which a measurement would be theirs, not the machine's."""
 PROBE_GAIN = 0.9
 """What torch's own thread count and bfloat16 are left for: less than this share of their seconds."""
 
@@ -81,13 +83,16 @@ def fastest(hidden: int, intermediate: int, dtype: str = "auto") -> tuple[int, s
 
     dtype: "auto" chooses between float32 and bfloat16; a named one is kept and only the threads are chosen;
     OMP_NUM_THREADS in the environment is kept likewise. Measured in about a second and kept, with the
-    numbers, in `cache_file()`; a file that is damaged or cannot be written means measuring again.
+    numbers, in `cache_file()`; a file that is damaged or cannot be written means measuring again. While
+    others use the machine nothing is measured: torch's own threads, and bfloat16 where the CPU has it.
     """
     own = torch.get_num_threads()
     fixed = own if "OMP_NUM_THREADS" in os.environ else None
     if dtype not in ("auto", "float32", "bfloat16") or (dtype != "auto" and fixed):
         return own, dtype
     speeds = _recall(hidden, intermediate)
+    if speeds is None:
+        return own, _dtypes()[-1] if dtype == "auto" else dtype
     fitting = [s for s in speeds if dtype in ("auto", s.dtype) and fixed in (None, s.threads)]
     if not fitting:  # bfloat16 was asked for on a CPU that has no instructions for it
         return own, dtype
@@ -104,8 +109,8 @@ def cache_file() -> Path:
     return Path(folder) / "specformer" / "decode_speed.json"
 
 
-def _recall(hidden: int, intermediate: int) -> list[Speed]:
-    """The speeds of this machine, measured unless the cache file has them."""
+def _recall(hidden: int, intermediate: int) -> list[Speed] | None:
+    """This machine's speeds, measured unless the cache file has them; None if it is too busy for that."""
     counts = _thread_counts()
     key = f"{_cpu()}, threads {counts}, torch {torch.__version__}, {hidden} x {intermediate}"
     file = cache_file()
@@ -114,6 +119,8 @@ def _recall(hidden: int, intermediate: int) -> list[Speed]:
         return [Speed(**record) for record in known[key]]
     except (OSError, ValueError, KeyError, TypeError):
         pass
+    if psutil.cpu_percent(0.2) > BUSY_PERCENT:
+        return None
     speeds = measure_speeds(hidden, intermediate, counts)
     try:
         known = json.loads(file.read_text())
@@ -142,13 +149,15 @@ def measure_speeds(hidden: int, intermediate: int, threads: Sequence[int]) -> li
     """Time a feed-forward's matmuls, as decoding runs them (`matmul.linear`), over enough of them that the
     weights come from memory: float32, and bfloat16 where the CPU has it; the best of three passes each.
     """
-    copies = max(1, -(-PROBE_PARAMETERS // (3 * hidden * intermediate)))
-    dtypes = [torch.float32]
-    if _has_bfloat16() and packed_matmul_available(torch.empty(1, 1, dtype=torch.bfloat16)):
-        dtypes.append(torch.bfloat16)
+    intermediate = min(
+        intermediate, max(1, PROBE_PARAMETERS // (3 * hidden))
+    )  # of a large base a part will do
+    # of a tiny one a few layers, or calling them would be all that is timed
+    copies = min(64, max(1, PROBE_PARAMETERS // (3 * hidden * intermediate)))
     before, speeds = torch.get_num_threads(), []
     try:
-        for dtype in dtypes:
+        for name in _dtypes():
+            dtype = getattr(torch, name)
             layers = [
                 (
                     linear(torch.full((2 * intermediate, hidden), 0.01, dtype=dtype)),
@@ -168,10 +177,16 @@ def measure_speeds(hidden: int, intermediate: int, threads: Sequence[int]) -> li
                             down(up(x)[:, :intermediate])
                         passes.append(time.perf_counter() - start)
                     seconds.append(min(passes[1:]))  # the first one wakes the threads
-                speeds.append(Speed(count, str(dtype).removeprefix("torch."), *seconds))
+                speeds.append(Speed(count, name, *seconds))
     finally:
         torch.set_num_threads(before)
     return speeds
+
+
+def _dtypes() -> list[str]:
+    """float32, and bfloat16 where the CPU has instructions and torch a packed matmul for it."""
+    packed = packed_matmul_available(torch.empty(1, 1, dtype=torch.bfloat16))
+    return ["float32", "bfloat16"] if packed and _has_bfloat16() else ["float32"]
 
 
 def _has_bfloat16() -> bool:

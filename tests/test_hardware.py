@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import psutil
 import pytest
 import torch
 
@@ -37,6 +38,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "_thread_counts", lambda: [1, 2, 4])
     monkeypatch.setattr(hardware, "measure_speeds", measure)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda seconds: 3.0)
     return measured
 
 
@@ -74,6 +76,15 @@ def test_another_torch_measures_again(machine, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "99.0")
     hardware.fastest(64, 128)
     assert len(machine) == 2
+
+
+def test_a_busy_machine_is_not_measured(machine, monkeypatch):
+    monkeypatch.setattr(psutil, "cpu_percent", lambda seconds: 90.0)
+    for has, dtype in ((True, hardware._dtypes()[-1]), (False, "float32")):
+        monkeypatch.setattr(hardware, "_has_bfloat16", lambda has=has: has)
+        assert hardware.fastest(64, 128) == (4, dtype)
+        assert hardware.fastest(64, 128, "float32") == (4, "float32")
+    assert not machine and not hardware.cache_file().exists()
 
 
 @pytest.mark.parametrize("text", ["{half", "[]", '{"key": 3}', "\x00"])
