@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from specformer import hardware
 from specformer.errors import UserError
 from specformer.sources import fetch, find_package, open_member
 
@@ -132,16 +133,22 @@ def load_base(
     """Load a base LLM, frozen and in eval mode, with SDPA attention.
 
     source: a hub name, a local folder with weights, or a folder made by `prepare_base`.
-    dtype: "float32", "bfloat16", "float16" or "auto" (bfloat16 on a GPU or a CPU with bfloat16
-        instructions, else float32). device: "cpu", "cuda", "cuda:N" or "auto".
+    dtype: "float32", "bfloat16", "float16" or "auto": bfloat16 on a GPU; on a CPU the faster of float32 and
+        bfloat16, measured once a machine. device: "cpu", "cuda", "cuda:N" or "auto".
+
+    On a CPU torch's threads are set to the number that decodes fastest, unless OMP_NUM_THREADS says
+    otherwise (`hardware.fastest`).
 
     Raises UserError when the model is not reachable, its files are missing or damaged, or its
     shape is not one of `SHAPES`.
     """
     torch_device = choose_device(device)
-    torch_dtype = choose_dtype(dtype, torch_device)
     source, revision, name = _follow(str(source), revision)
     config = _load_config(source, revision)
+    if torch_device.type == "cpu":
+        threads, dtype = hardware.fastest(config.hidden_size, config.intermediate_size, dtype)
+        torch.set_num_threads(threads)
+    torch_dtype = choose_dtype(dtype)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -220,20 +227,12 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The torch dtype for a dtype setting on `device`; UserError for an unknown name."""
-    if dtype == "auto":
-        fast = device.type == "cuda" or _cpu_has_bfloat16()
-        return torch.bfloat16 if fast else torch.float32
-    if dtype not in DTYPES:
+def choose_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype for a dtype setting; "auto" is what every GPU is fastest in, bfloat16. UserError for an
+    unknown name."""
+    if dtype not in ("auto", *DTYPES):
         raise UserError(f"base.dtype: {dtype!r} is not auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def _cpu_has_bfloat16() -> bool:
-    # Private names of torch 2.x, so look before calling: a CPU that cannot tell runs in float32.
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, check)() for check in checks if hasattr(torch.cpu, check))
+    return torch.bfloat16 if dtype == "auto" else DTYPES[dtype]
 
 
 def _load_config(source: str, revision: str | None) -> PretrainedConfig:

@@ -91,6 +91,8 @@ def measure(
     round_requests: int,
     max_length: int,
     prefill_chunk: int,
+    attention: str = "auto",
+    compile: bool | str = False,
     target: Target | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Time every contender at every batch size; returns the throughput and the step records.
@@ -130,11 +132,16 @@ def measure(
                             batch_size=batch_size,
                             max_length=max_length,
                             prefill_chunk=prefill_chunk,
+                            attention=attention,
+                            compile=compile,
                             target=target,
                         )
                         for c in field
                     ]
                     for engine in engines:
+                        # all that follows is known, so what is worth compiling is compiled here, untimed
+                        longest = max(request.max_new_tokens for request in requests)
+                        engine.expect(rounds * (count + batch_size) * longest)
                         _warm_up(engine, requests)
                 chosen = take(requests, r * count, count)
                 fillers = take(requests, (r + 1) * count, batch_size)

@@ -165,6 +165,8 @@ def bench_engine(
     rounds: int,
     max_length: int,
     waves: int = 2,
+    attention: str = "auto",
+    compile: bool | str = False,
     vllm_python: str | None = None,
     folder: Path | None = None,
 ) -> pd.DataFrame:
@@ -181,7 +183,13 @@ def bench_engine(
     total = sum(b * waves for b in batch_sizes) * (rounds + 1)
     with Progress("bench engine", total, "answers a system") as bar:
         for batch_size in batch_sizes:
-            options: dict[str, Any] = {"batch_size": batch_size, "max_length": max_length, "target": target}
+            options: dict[str, Any] = {
+                "batch_size": batch_size,
+                "max_length": max_length,
+                "target": target,
+                "attention": attention,
+                "compile": compile,
+            }
             systems: dict[tuple[str, int], Any] = {("specformer", 0): ours(Engine(base, **options))}
             if draft is not None:
                 systems["specformer", k] = ours(Engine(base, draft, k=k, **options))

@@ -41,18 +41,18 @@ class Window:
     """Where the n tokens of this forward pass lie, for the B rows that take part.
 
     rows: the store's rows, a slice (the first B) or an int64 tensor (B,); positions (B, n) int64; upto: all
-    keys lie before it; mask additive (B, 1, n, upto), 0 where a key may be seen, -inf elsewhere (query i of a
-    row that held s tokens sees keys at positions <= s + i), None when fresh; fresh: every row starts at 0;
-    runs: rows that are attended together, see `segments`.
+    keys lie before it; dtype of the masks; fresh: every row starts at 0; runs: rows that are attended
+    together, see `segments`.
     """
 
     rows: slice | Tensor
     positions: Tensor
     upto: int
-    mask: Tensor | None
+    dtype: torch.dtype
     fresh: bool
     runs: list[tuple[int, int, int]]
     _grouped: dict[int, list[Tensor]] = field(default_factory=dict)
+    _lengths: Tensor | None = None
 
     @classmethod
     def at(
@@ -69,13 +69,7 @@ class Window:
         (start + n per row) where rows are to be read to their own length; nothing waits for the device."""
         B = start.shape[0]
         positions = start[:, None] + torch.arange(n, device=start.device)
-        mask = None
-        if not fresh:
-            visible = torch.arange(upto, device=start.device) <= positions[:, :, None]
-            mask = torch.zeros(visible.shape, dtype=dtype, device=start.device)
-            mask.masked_fill_(~visible, float("-inf"))
-            mask = mask.unsqueeze(1)
-        return cls(rows, positions, upto, mask, fresh, segments(ends) if ends else [(0, B, upto)])
+        return cls(rows, positions, upto, dtype, fresh, segments(ends) if ends else [(0, B, upto)])
 
     def pick(self, index: Tensor, dtype: torch.dtype) -> Window:
         """The same rows, but only the query at `index` (B,) of each: a masked window of one token."""
@@ -84,15 +78,31 @@ class Window:
         window.runs = self.runs
         return window
 
+    @property
+    def mask(self) -> Tensor:
+        """Additive (B, 1, n, upto), 0 where a key may be seen, -inf elsewhere: query i of a row that held s
+        tokens sees keys at positions <= s + i."""
+        visible = torch.arange(self.upto, device=self.positions.device) <= self.positions[:, :, None]
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.positions.device)
+        return mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)
+
     def grouped_masks(self, groups: int) -> list[Tensor]:
         """The mask of each run (rows, 1, groups * n, longest) for queries laid out by key/value head; made
         once, whatever the number of layers."""
         if groups not in self._grouped:
-            assert self.mask is not None
+            mask = self.mask
             self._grouped[groups] = [
-                self.mask[a:b, :, :, :upto].repeat(1, 1, groups, 1) for a, b, upto in self.runs
+                mask[a:b, :, :, :upto].repeat(1, 1, groups, 1) for a, b, upto in self.runs
             ]
         return self._grouped[groups]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row with the new ones (B,) int32, for kernels that take lengths, not masks; made
+        once (torch.compile cannot look into a cached_property)."""
+        if self._lengths is None:
+            self._lengths = (self.positions[:, -1] + 1).int()
+        return self._lengths
 
 
 class KVStore:
@@ -100,6 +110,7 @@ class KVStore:
 
     Head-major, because attention on a CPU reads it twice as fast as token-major; grows in steps of
     `step` tokens up to `limit`, so short work does not pay for the longest request allowed.
+    attention: the backend that reads it (`layers.BACKENDS`).
     """
 
     def __init__(
@@ -112,7 +123,9 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
         step: int = 256,
+        attention: str = "sdpa",
     ):
+        self.attention = attention
         self.rows, self.kv_heads, self.head_dim = rows, kv_heads, head_dim
         self.limit, self.step, self.capacity = limit, step, 0
         self.kv = [

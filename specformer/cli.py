@@ -118,7 +118,15 @@ def generate(
         model = load_draft(draft or run.require(run.paths.drafts / "specformer", "train"), llm)
         k = min(4, model.draft_length) if k is None else k
     max_length = min(max_length, llm.max_positions)
-    engine = Engine(llm, model, k=k or 0, batch_size=1 if prompt else batch_size, max_length=max_length)
+    engine = Engine(
+        llm,
+        model,
+        k=k or 0,
+        batch_size=1 if prompt else batch_size,
+        max_length=max_length,
+        attention=run.settings.engine.attention,
+        compile=run.settings.engine.compile,
+    )
     if prompt is not None:
         for result in engine.run([generation.make_request(llm, {"prompt": prompt}, defaults, chat=chat)]):
             Console().print(generation.coloured(result, llm.tokenizer), soft_wrap=True)
@@ -267,6 +275,8 @@ def bench_engine(
         k=k,
         rounds=rounds,
         max_length=200 + max_new_tokens,
+        attention=run.settings.engine.attention,
+        compile=run.settings.engine.compile,
         vllm_python=vllm_python,
         folder=run.paths.base,
     )

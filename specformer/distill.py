@@ -50,6 +50,8 @@ def distill(
     batch_size: int,
     max_length: int,
     prefill_chunk: int,
+    attention: str = "auto",
+    compile: bool | str = False,
     shard_rows: int,
     thinking: bool = False,
     make_engine: Callable[[], Decoder] | None = None,
@@ -60,7 +62,8 @@ def distill(
     (at most `max_new_tokens`, the end-of-turn token last if the model stopped by itself), the
     answer's text, finish_reason "stop" or "length". Rows that are stored already are kept, so a
     killed run goes on where it was; other dialogues, base or settings start afresh.
-    batch_size, max_length (tokens a row), prefill_chunk: of the decoding engine, without a draft.
+    batch_size, max_length (tokens a row), prefill_chunk, attention, compile: of the decoding engine, without
+    a draft.
     make_engine: builds another engine instead.
 
     Returns counts: rows, tokens, prompt_tokens and finish_reasons of all rows; new_rows,
@@ -95,7 +98,14 @@ def distill(
         engine = (
             make_engine()
             if make_engine
-            else Engine(base, batch_size=batch_size, max_length=max_length, prefill_chunk=prefill_chunk)
+            else Engine(
+                base,
+                batch_size=batch_size,
+                max_length=max_length,
+                prefill_chunk=prefill_chunk,
+                attention=attention,
+                compile=compile,
+            )
         )
         with writer, Progress("distill", len(requests), "answers") as progress:
             for result in engine.run(requests):

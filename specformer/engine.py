@@ -6,6 +6,7 @@ knows nothing of any particular draft model (`specformer.drafts.interface`).
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 from specformer import sampling
 from specformer.base import Base
 from specformer.cache import Window
+from specformer.compiled import CompiledVerify, bucket, choose_compile, worth_compiling
 from specformer.drafts.interface import Draft
 from specformer.errors import UserError
 from specformer.target import Target, pack_linears
@@ -96,12 +98,15 @@ class Result:
 
 @dataclass
 class EngineStats:
-    """Since the engine was made: seconds by phase, verify steps, requests whose prompt has run, tokens."""
+    """Since the engine was made: seconds by phase, verify steps, requests whose prompt has run, tokens.
+
+    compile: seconds of compiling the verify step, 0 where it stayed eager."""
 
     prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
     rest: float = 0.0
+    compile: float = 0.0
     steps: int = 0
     requests: int = 0
     tokens: int = 0
@@ -109,7 +114,7 @@ class EngineStats:
 
     @property
     def seconds(self) -> float:
-        return self.prefill + self.draft + self.verify + self.rest
+        return self.prefill + self.draft + self.verify + self.rest + self.compile
 
 
 @dataclass
@@ -136,8 +141,12 @@ class Engine:
     base: the LLM; draft: a draft model made for it, or None; k: draft tokens per step, 0..draft_length;
     max_length: most tokens (prompt + new) of one row; prefill_chunk: most prompt tokens per prefill pass;
     sample_drafts: draw drafts from the draft's own distribution (ratio rule) instead of its argmax, for
-    requests with a temperature; target: a prepared `Target` of the same base, to share its packed weights.
-    Raises UserError for a k the draft cannot give, or a max_length the base cannot reach.
+    requests with a temperature; target: a prepared `Target` of the same base, to share its packed weights;
+    attention: how the cache is read, "auto", "sdpa" or "flash" (`layers.choose_attention`); compile: compile
+    the verify step of a full batch (`specformer.compiled`): False, True, or "auto", once enough tokens have
+    been asked for to win back the time (`expect`).
+    Raises UserError for a k the draft cannot give, a max_length the base cannot reach, or a backend or
+    compiler that is not there.
     """
 
     def __init__(
@@ -151,6 +160,8 @@ class Engine:
         prefill_chunk: int = 2048,
         sample_drafts: bool = False,
         target: Target | None = None,
+        attention: str = "auto",
+        compile: bool | str = False,
     ):
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}: give at least 1")
@@ -168,14 +179,18 @@ class Engine:
         self.target = target or Target(base, limit)
         if self.target.max_length < limit:
             raise UserError(f"the shared target tabulates {self.target.max_length} positions, not {limit}")
-        self.store = self.target.new_store(batch_size, limit)
+        self.store = self.target.new_store(batch_size, limit, attention=attention)
         self.draft_store, self.hooks = None, ()
         if self.draft is not None:
             self.hooks = self.draft.hooks
             pack_linears(self.draft)
             if self.draft.cache_layers:
-                self.draft_store = self.target.new_store(batch_size, limit, self.draft.cache_layers)
+                layers = self.draft.cache_layers
+                self.draft_store = self.target.new_store(batch_size, limit, layers, attention)
         self.stats = EngineStats()
+        self.compile, self._declined = choose_compile(compile), False
+        self._compiled: CompiledVerify | None = None
+        self._expected = self._admitted = 0  # new tokens: announced, and of the requests taken so far
 
         # what the next step starts from, one entry a slot, on the device
         integers = {"dtype": torch.long, "device": base.device}
@@ -196,6 +211,7 @@ class Engine:
         if isinstance(requests, list):
             for request in requests:
                 request.check(self.max_length)
+            self.expect(sum(request.max_new_tokens for request in requests))
         waiting = iter(requests)
         slots: list[Row] = []
         while True:
@@ -209,6 +225,11 @@ class Engine:
             if any(row.decoding for row in slots):
                 self._step(slots)
                 yield from self._retire(slots)
+
+    def expect(self, tokens: int) -> None:
+        """So many new tokens are going to be asked for: what `compile="auto"` decides by. A list of requests
+        says so itself, an iterator only as it is read."""
+        self._expected += tokens
 
     @contextmanager
     def _timed(self, phase: str):
@@ -233,6 +254,7 @@ class Engine:
             uniform = torch.rand(count, 3, generator=generator, dtype=torch.float64)
             uniform = uniform.to(self.base.device)
         self._length[slot] = 0
+        self._admitted += request.max_new_tokens
         self.stats.prompt_tokens += len(request.prompt_ids)
         return Row(request, result, stops, uniform)
 
@@ -322,14 +344,14 @@ class Engine:
 
     def _step(self, slots: list[Row]) -> None:
         B, k = len(slots), self.k
+        ends = [row.length + k + 1 for row in slots]
+        self._ensure(max(ends))
+        if B == self.batch_size and self._compiled is None and self.compile:
+            self._maybe_compile(ends)
         with self._timed("verify"):
-            ends = [row.length + k + 1 for row in slots]
-            self._ensure(max(ends))
-            window = Window.at(slice(0, B), self._length[:B], k + 1, max(ends), self.base.dtype, False, ends)
             drafts = self._drafts[:B]
             ids = torch.cat((self._pending[:B, None], drafts), 1)
-            hidden, taps = self.target.forward(ids, window, self.store, self.hooks)
-            logits = self.target.logits(hidden)
+            logits, taps, window = self._forward(ids, ends)
             accepted, token = self._verify(slots, logits, drafts)
             run = torch.cat((drafts, token[:, None]), 1).scatter_(1, accepted[:, None], token[:, None])
             advance = accepted + 1
@@ -348,6 +370,46 @@ class Engine:
                     kept = min(a, committed)
                     row.result.steps.append(Step(k, kept, committed, kept + 1 - committed))
             self.stats.steps += 1
+
+    def _forward(self, ids: Tensor, ends: list[int]) -> tuple[Tensor, Tensor | None, Window]:
+        """Logits and taps of the tokens ids (B, k + 1) behind the first B rows, and their window; ends: each
+        row's length with them. Compiled for a full batch where that was chosen, else eager."""
+        B, n = ids.shape
+        if self._compiled is not None and B == self.batch_size:
+            window = self._compiled.window(self._length, n, max(ends))
+            if window is not None:
+                self._ensure(window.upto)  # the draft model reads its own store by the same window
+                return *self._compiled(ids, window), window
+        window = Window.at(slice(0, B), self._length[:B], n, max(ends), self.base.dtype, False, ends)
+        hidden, taps = self.target.forward(ids, window, self.store, self.hooks)
+        return self.target.logits(hidden), taps, window
+
+    def _maybe_compile(self, ends: list[int]) -> None:
+        """Compile the verify step for the full batch, or say once that the work is too short for it."""
+        B, k = self.batch_size, self.k
+        if bucket(max(ends), self.store.limit) is None:
+            return
+        worth = worth_compiling(B) if self.compile == "auto" else 0
+        asked = max(self._expected, self._admitted)
+        if asked < worth:
+            if not self._declined:
+                print(
+                    f"the verify step stays eager: {asked:,} tokens are asked for so far, "
+                    f"compiling pays from {worth:,}",
+                    file=sys.stderr,
+                )
+            self._declined = True
+            return
+        print(f"compiling the verify step for {B} rows x {k + 1} tokens ...", file=sys.stderr, flush=True)
+        before = self.stats.compile
+        with self._timed("compile"):
+            self._compiled = CompiledVerify(self.target, self.store, B, k + 1, self.hooks)
+            # what a step writes beyond the rows' lengths the next one overwrites, so the coming step serves
+            # to try it; with CUDA graphs the first runs warm up and record
+            for _ in range(3 if self.base.device.type == "cuda" else 1):
+                self._forward(torch.cat((self._pending[:, None], self._drafts), 1), ends)
+        seconds = self.stats.compile - before
+        print(f"compiled the verify step for {B} rows x {k + 1} tokens: {seconds:.0f} s", file=sys.stderr)
 
     def _verify(self, rows: list[Row], logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
         """logits (B, k + 1, V), drafts (B, k) -> accepted (B,), the base's own next token (B,)."""

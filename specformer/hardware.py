@@ -1,19 +1,31 @@
-"""What a number was measured on: it stands beside every table and figure."""
+"""The machine: what a number was measured on, and in which dtype on how many threads it decodes fastest."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from specformer.matmul import linear, packed_matmul_available
+
 GIB = 1024**3
+PROBE_PARAMETERS = 2**25
+"""Weights that the probe streams: more than most CPUs' caches hold, as decoding does."""
+BUSY_PERCENT = 25
+"""Use of all cores by others above which a measurement would be theirs, not the machine's."""
+PROBE_GAIN = 0.9
+"""What torch's own thread count and bfloat16 are left for: less than this share of their seconds."""
 
 
 def describe(dtype: Any = None, device: str | torch.device = "cpu") -> dict[str, Any]:
@@ -49,6 +61,138 @@ def caption(record: Mapping[str, Any]) -> str:
         parts.append(str(record["dtype"]))
     parts.append(f"torch {record['torch']}")
     return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one pass over the probe's weights with 1 and with 16 rows."""
+
+    threads: int
+    dtype: str
+    rows_1: float
+    rows_16: float
+
+    @property
+    def cost(self) -> float:
+        """Both sizes weigh the same, whichever takes longer."""
+        return (self.rows_1 * self.rows_16) ** 0.5
+
+
+def fastest(hidden: int, intermediate: int, dtype: str = "auto") -> tuple[int, str]:
+    """Threads and dtype in which this CPU decodes a base LLM of these sizes fastest.
+
+    dtype: "auto" chooses between float32 and bfloat16; a named one is kept and only the threads are chosen;
+    OMP_NUM_THREADS in the environment is kept likewise. Measured in about a second and kept, with the
+    numbers, in `cache_file()`; a file that is damaged or cannot be written means measuring again. While
+    others use the machine nothing is measured: torch's own threads, and bfloat16 where the CPU has it.
+    """
+    own = torch.get_num_threads()
+    fixed = own if "OMP_NUM_THREADS" in os.environ else None
+    if dtype not in ("auto", "float32", "bfloat16") or (dtype != "auto" and fixed):
+        return own, dtype
+    speeds = _recall(hidden, intermediate)
+    if speeds is None:
+        return own, _dtypes()[-1] if dtype == "auto" else dtype
+    fitting = [s for s in speeds if dtype in ("auto", s.dtype) and fixed in (None, s.threads)]
+    if not fitting:  # bfloat16 was asked for on a CPU that has no instructions for it
+        return own, dtype
+    best = min(fitting, key=lambda s: s.cost)
+    # a moment's noise must not decide for good: near ties go to what torch itself would do
+    usual = min((s for s in fitting if s.threads == own), key=lambda s: s.dtype)
+    chosen = best if best.cost < PROBE_GAIN * usual.cost else usual
+    return chosen.threads, chosen.dtype
+
+
+def cache_file() -> Path:
+    """Where `fastest` keeps what it measured: a JSON file in the user's cache folder."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "specformer" / "decode_speed.json"
+
+
+def _recall(hidden: int, intermediate: int) -> list[Speed] | None:
+    """This machine's speeds, measured unless the cache file has them; None if it is too busy for that."""
+    counts = _thread_counts()
+    key = f"{_cpu()}, threads {counts}, torch {torch.__version__}, {hidden} x {intermediate}"
+    file = cache_file()
+    try:
+        known = json.loads(file.read_text())
+        return [Speed(**record) for record in known[key]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if psutil.cpu_percent(0.2) > BUSY_PERCENT:
+        return None
+    speeds = measure_speeds(hidden, intermediate, counts)
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):
+        known = {}
+    known = (known if isinstance(known, dict) else {}) | {key: [asdict(s) for s in speeds]}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(known, indent=2) + "\n")
+        temporary.replace(file)
+    except OSError:  # a read-only home: the next process measures for itself
+        pass
+    return speeds
+
+
+def _thread_counts() -> list[int]:
+    """1, the physical and the logical cores that this process may use, and what torch uses now."""
+    usable = len(os.sched_getaffinity(0))
+    physical = min(psutil.cpu_count(logical=False) or usable, usable)
+    return sorted({1, physical, usable, torch.get_num_threads()})
+
+
+@torch.no_grad()
+def measure_speeds(hidden: int, intermediate: int, threads: Sequence[int]) -> list[Speed]:
+    """Time a feed-forward's matmuls, as decoding runs them (`matmul.linear`), over enough of them that the
+    weights come from memory: float32, and bfloat16 where the CPU has it; the best of three passes each.
+    """
+    intermediate = min(
+        intermediate, max(1, PROBE_PARAMETERS // (3 * hidden))
+    )  # of a large base a part will do
+    # of a tiny one a few layers, or calling them would be all that is timed
+    copies = min(64, max(1, PROBE_PARAMETERS // (3 * hidden * intermediate)))
+    before, speeds = torch.get_num_threads(), []
+    try:
+        for name in _dtypes():
+            dtype = getattr(torch, name)
+            layers = [
+                (
+                    linear(torch.full((2 * intermediate, hidden), 0.01, dtype=dtype)),
+                    linear(torch.full((hidden, intermediate), 0.01, dtype=dtype)),
+                )
+                for _ in range(copies)
+            ]
+            for count in threads:
+                torch.set_num_threads(count)
+                seconds = []
+                for rows in (1, 16):
+                    x = torch.full((rows, hidden), 0.01, dtype=dtype)
+                    passes = []
+                    for _ in range(4):
+                        start = time.perf_counter()
+                        for up, down in layers:
+                            down(up(x)[:, :intermediate])
+                        passes.append(time.perf_counter() - start)
+                    seconds.append(min(passes[1:]))  # the first one wakes the threads
+                speeds.append(Speed(count, name, *seconds))
+    finally:
+        torch.set_num_threads(before)
+    return speeds
+
+
+def _dtypes() -> list[str]:
+    """float32, and bfloat16 where the CPU has instructions and torch a packed matmul for it."""
+    packed = packed_matmul_available(torch.empty(1, 1, dtype=torch.bfloat16))
+    return ["float32", "bfloat16"] if packed and _has_bfloat16() else ["float32"]
+
+
+def _has_bfloat16() -> bool:
+    # Private names of torch 2.x, so look before calling: a CPU that cannot tell runs in float32.
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, check)() for check in checks if hasattr(torch.cpu, check))
 
 
 def peak_memory() -> float:

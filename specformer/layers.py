@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specformer.cache import KVStore, Window
+from specformer.errors import UserError
 
 TRITON = find_spec("triton") is not None
 
@@ -99,12 +100,36 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def ragged_attention(q: Tensor, store: KVStore, layer: int, window: Window) -> Tensor:
-    """Attention over the cache under the window's mask, a call per run of rows of similar length.
+def choose_attention(attention: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend of `ragged_attention` for a setting: "sdpa", "flash", or "auto", which is flash on a GPU in
+    bfloat16 or float16 where the package is installed, else sdpa.
 
-    q (B, n, Hq, D) -> (B, n, Hq * D). The query heads of one group are laid along the query axis, so keys
-    and values are read once per group and never repeated.
+    Raises UserError for an unknown name, and saying what flash lacks where it is asked for and cannot run.
     """
+    if attention not in ("auto", *BACKENDS):
+        raise UserError(f"engine.attention: {attention!r} is not auto, {', '.join(BACKENDS)}")
+    if attention == "sdpa":
+        return "sdpa"
+    lacks = None
+    if device.type != "cuda":
+        lacks = f"a CUDA device, and this runs on {device.type}: use auto or sdpa"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        lacks = f"base.dtype bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    else:
+        try:
+            import flash_attn  # noqa: F401  # type: ignore[import-not-found]
+        except ImportError as error:
+            lacks = f"the package flash-attn ({error}): pip install specformer[gpu]"
+    if lacks is None:
+        return "flash"
+    if attention == "flash":
+        raise UserError(f"engine.attention: flash needs {lacks}")
+    return "sdpa"
+
+
+def _sdpa(q: Tensor, store: KVStore, layer: int, window: Window) -> Tensor:
+    """PyTorch's attention under the window's mask, a call per run of rows of similar length. The query heads
+    of one group are laid along the query axis, so keys and values are read once per group, never repeated."""
     B, n, Hq, D = q.shape
     Hkv = store.kv_heads
     groups = Hq // Hkv
@@ -116,6 +141,43 @@ def ragged_attention(q: Tensor, store: KVStore, layer: int, window: Window) -> T
     ]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.view(B, Hkv, groups, n, D).permute(0, 3, 1, 2, 4).reshape(B, n, Hq * D)
+
+
+def _flash(q: Tensor, store: KVStore, layer: int, window: Window) -> Tensor:
+    """flash-attn's cache kernel, which knows each row's length: no mask, no runs, no gathered rows.
+
+    It wants (rows, capacity, Hkv, D) and asks of the strides only that the last dimension be contiguous, so
+    the head-major store is handed over as a transposed view; nothing is copied. Its causal mask is aligned
+    to the end of each row, which is where the n new tokens lie.
+    """
+    kv, index = store.kv[layer].transpose(2, 3), None
+    if isinstance(window.rows, slice):
+        kv = kv[:, window.rows]
+    else:
+        index = window.rows.int()
+    return _flash_op(q, kv[0], kv[1], window.lengths, index).flatten(2)
+
+
+# An operator of its own, because torch.compile cannot look into the package's extension.
+@torch.library.custom_op("specformer::flash_attention", mutates_args=())
+def _flash_op(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, rows: Tensor | None) -> Tensor:
+    from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
+
+    return flash_attn_with_kvcache(q, keys, values, cache_seqlens=lengths, cache_batch_idx=rows, causal=True)
+
+
+@_flash_op.register_fake
+def _(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, rows: Tensor | None) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+BACKENDS = {"sdpa": _sdpa, "flash": _flash}
+
+
+def ragged_attention(q: Tensor, store: KVStore, layer: int, window: Window) -> Tensor:
+    """Attention of the window's n queries over the cache, each row to its own length, by the store's backend
+    (`choose_attention`). q (B, n, Hq, D) -> (B, n, Hq * D)."""
+    return BACKENDS[store.attention](q, store, layer, window)
 
 
 def cached_attention(

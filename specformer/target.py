@@ -7,7 +7,6 @@ Float32 results equal transformers' own (tests/test_target.py). Llama, Qwen2 and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +15,8 @@ from torch import Tensor, nn
 
 from specformer.base import Base
 from specformer.cache import KVStore, Window
-from specformer.layers import RotaryTable, cached_attention, rotate
-
-Linear = Callable[[Tensor], Tensor]
+from specformer.layers import RotaryTable, cached_attention, choose_attention, rotate
+from specformer.matmul import Linear, linear
 
 
 def fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -38,31 +36,8 @@ def fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def packed_matmul_available(weight: Tensor) -> bool:
-    """Whether oneDNN's prepacked matmul serves this weight: bfloat16 on a CPU that has it."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
-def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """`x -> x @ weight.T + bias` for inference.
-
-    On a bfloat16 CPU the weight is reordered once into oneDNN's blocked layout: plain `F.linear` reorders it
-    on every call, which costs 1.2-2x at decoding sizes. The packed copy doubles this weight's memory.
-    """
-    if not packed_matmul_available(weight):
-        return lambda x: F.linear(x, weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-    run = torch.ops.mkldnn._linear_pointwise
-    return lambda x: run(x, packed, bias, "none", [], "")
-
-
 def pack_linears(module: nn.Module) -> None:
-    """Give every linear of a draft model the same inference matmul as the base LLM (`target.linear`)."""
+    """Give every linear of a draft model the same inference matmul as the base LLM (`matmul.linear`)."""
     for m in module.modules():
         if isinstance(m, nn.Linear):
             run = linear(m.weight.data, None if m.bias is None else m.bias.data)
@@ -176,10 +151,14 @@ class Target:
             down=linear(*fuse([m.down_proj])),
         )
 
-    def new_store(self, rows: int, limit: int, layers: int | None = None) -> KVStore:
-        """A key/value store of the LLM's head geometry for `rows` rows of at most `limit` tokens."""
+    def new_store(self, rows: int, limit: int, layers: int | None = None, attention: str = "auto") -> KVStore:
+        """A key/value store of the LLM's head geometry for `rows` rows of at most `limit` tokens, read by an
+        attention backend (UserError for one that cannot run here, see `layers.choose_attention`)."""
         count = len(self.layers) if layers is None else layers
-        return KVStore(count, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device)
+        backend = choose_attention(attention, self.device, self.dtype)
+        return KVStore(
+            count, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device, attention=backend
+        )
 
     def cut_head(self, vocabulary: Tensor) -> Head:
         """The LM head over a draft vocabulary (V',) alone; its rows are copied."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from specformer import hardware
 from specformer.base import Base, load_base, prepare_base
 from specformer.drafts import DraftConfig, SpecFormer
 
@@ -54,6 +57,15 @@ SENTENCES = [
     "Write a short story about a river. What is the capital of France?",
     "def add(a, b):\n    return a + b\n",
 ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_speeds(tmp_path_factory):
+    """What tests measure of this machine beside others does not stay in the user's cache."""
+    file = tmp_path_factory.mktemp("speeds") / "decode_speed.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "cache_file", lambda: file)
+        yield
 
 
 def make_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
@@ -216,3 +228,33 @@ def smollm2_folder(cache_folder) -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_folder) -> Base:
     return load_base(smollm2_folder, dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def flash_calls(monkeypatch):
+    """A stand-in for the flash_attn package, which needs a GPU; records what it is called with."""
+    made = []
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, cache_batch_idx, causal):
+        """What the package documents, row by row in plain PyTorch."""
+        assert causal and cache_seqlens.dtype == torch.int32 and k_cache.stride(-1) == v_cache.stride(-1) == 1
+        made.append((q, k_cache, cache_seqlens, cache_batch_idx))
+        B, n, Hq, D = q.shape
+        out = torch.empty_like(q)
+        for b in range(B):
+            row = b if cache_batch_idx is None else int(cache_batch_idx[b])
+            length = int(cache_seqlens[b])
+            assert length <= k_cache.shape[1]
+            keys, values = (
+                c[row, :length].repeat_interleave(Hq // c.shape[2], 1) for c in (k_cache, v_cache)
+            )
+            scores = torch.einsum("nhd,lhd->hnl", q[b], keys) / D**0.5
+            hidden = torch.arange(length) > length - n + torch.arange(n)[:, None]  # aligned to the end
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[b] = torch.einsum("hnl,lhd->nhd", weights, values)
+        return out
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return made

@@ -91,15 +91,16 @@ def test_move_copies_one_row_and_only_its_length():
 def test_window_masks_by_each_rows_length():
     window = Window.at(slice(0, 2), torch.tensor([0, 3]), 2, 5, torch.float32, False)
     assert window.positions.tolist() == [[0, 1], [3, 4]]
-    assert window.mask is not None and window.mask.shape == (2, 1, 2, 5)
-    visible = (window.mask[:, 0] == 0).tolist()
+    assert window.lengths.tolist() == [2, 5] and window.lengths.dtype == torch.int32
+    mask = window.mask
+    assert mask.shape == (2, 1, 2, 5)
+    visible = (mask[:, 0] == 0).tolist()
     assert visible[0] == [[True] + [False] * 4, [True] * 2 + [False] * 3]
     assert visible[1] == [[True] * 4 + [False], [True] * 5]
-    assert set(window.mask.unique().tolist()) == {0.0, float("-inf")}
+    assert set(mask.unique().tolist()) == {0.0, float("-inf")}
     picked = window.pick(torch.tensor([1, 0]), torch.float32)
-    assert picked.positions.tolist() == [[1], [3]] and picked.mask is not None
+    assert picked.positions.tolist() == [[1], [3]]
     assert (picked.mask[:, 0, 0] == 0).tolist() == [[True] * 2 + [False] * 3, [True] * 4 + [False]]
-    assert Window.at(slice(0, 1), torch.tensor([0]), 3, 3, torch.float32, True).mask is None
 
 
 def test_segments_put_rows_of_similar_length_together():
