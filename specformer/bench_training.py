@@ -25,9 +25,10 @@ from specformer.drafts import DraftConfig, SpecFormer
 from specformer.hardware import GIB, describe
 from specformer.hidden import HiddenStates
 from specformer.losses import CHUNK, head_loss
+from specformer.matmul import packed_matmul_available
 from specformer.pipeline import Meter
 from specformer.probes import plain_head_loss
-from specformer.target import Target, packed_matmul_available
+from specformer.target import Target
 from specformer.training import (
     Batch,
     Row,
