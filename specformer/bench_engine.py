@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from specformer import hardware
 from specformer.base import Base
@@ -83,6 +84,46 @@ def transformers_generate(base: Base, batch_size: int, **options: Any) -> System
             tokens += sum(count_answer(row, base.stop_token_ids) for row in out[:, longest:].tolist())
         return Timing(tokens, time.perf_counter() - start)
 
+    return run
+
+
+def transformers_continuous(base: Base, batch_size: int) -> System:
+    """transformers' continuous batching of at most `batch_size` requests; set up anew each round, as its
+    `generate_batch` does.
+
+    Raises UserError where it does not run on this device: tried at once on a short request.
+    """
+    own: Any = base.model
+    attention = own.config._attn_implementation
+
+    def run(requests: Sequence[Request]) -> Timing:
+        start = time.perf_counter()
+        try:
+            found = own.generate_batch(
+                inputs=[list(r.prompt_ids) for r in requests],
+                generation_config=GenerationConfig(
+                    max_new_tokens=requests[0].max_new_tokens,
+                    do_sample=False,
+                    eos_token_id=list(base.stop_token_ids),
+                    pad_token_id=base.stop_token_ids[0],
+                ),
+                continuous_batching_config=ContinuousBatchingConfig(
+                    max_requests_per_batch=batch_size, max_batch_tokens=2048, num_blocks=64 * batch_size, page_size=32
+                ),
+            )
+        finally:
+            own.set_attn_implementation(attention)  # it leaves its paged form behind
+        seconds = time.perf_counter() - start
+        if len(found) < len(requests) or any(answer.error for answer in found.values()):
+            raise UserError("transformers' continuous batching lost requests: look at its own output")
+        return Timing(
+            sum(count_answer(a.generated_tokens, base.stop_token_ids) for a in found.values()), seconds
+        )
+
+    try:
+        run([Request("try", [base.stop_token_ids[0]] * 4, 2)])
+    except Exception as error:  # whatever it is that this device lacks
+        raise UserError(f"transformers' continuous batching does not run here: {error}") from error
     return run
 
 
@@ -198,6 +239,10 @@ def bench_engine(
                 systems["transformers prompt lookup", k] = transformers_generate(
                     base, 1, prompt_lookup_num_tokens=k
                 )
+            try:
+                systems["transformers continuous", 0] = transformers_continuous(base, batch_size)
+            except UserError as error:
+                print(error, flush=True)
             if vllm_python is not None:
                 assert folder is not None
                 dtype = str(base.dtype).removeprefix("torch.")

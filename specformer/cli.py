@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table
 
 from specformer import pipeline, settings
 from specformer.errors import UserError
+
+if TYPE_CHECKING:
+    from specformer.base import Base
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks: each prints ratios measured within one run.")
@@ -84,7 +87,7 @@ def generate(
     ] = None,
     profile: Annotated[str, typer.Option(help="Whose base LLM and draft to use.")] = "cpu",
     draft: Annotated[
-        Path | None, typer.Option(help="Draft folder; default: the profile's specformer.")
+        Path | None, typer.Option(help="Draft folder; default: the profile's best, else the packaged one.")
     ] = None,
     base: Annotated[
         str | None, typer.Option(help="Base LLM: folder or hub name; default: the profile's.")
@@ -115,7 +118,7 @@ def generate(
     defaults = Request("1", [], max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     model = None
     if k != 0:
-        model = load_draft(draft or run.require(run.paths.drafts / "specformer", "train"), llm)
+        model = load_draft(draft or _best_draft(run, llm), llm)
         k = min(4, model.draft_length) if k is None else k
     max_length = min(max_length, llm.max_positions)
     engine = Engine(
@@ -157,6 +160,41 @@ def generate(
     if faults:
         print(f"error: {faults} line(s) could not be answered, the others were", file=sys.stderr)
         sys.exit(1)
+
+
+def _best_draft(run: pipeline.Run, llm: Base) -> Path:
+    """The profile's own trained draft, else the one that comes with the package for this base LLM."""
+    from specformer.pretrained import packaged_folder
+
+    trained = [run.paths.drafts / name for name in reversed(run.methods)]
+    found = next((folder for folder in trained if folder.exists()), None) or packaged_folder(llm)
+    return found or run.require(trained[-1], "train")
+
+
+@app.command("package")
+def package_draft(profile: Profile = "cpu") -> None:
+    """Replace the draft that comes with the package by the profile's best; writes its record and card."""
+    import pandas as pd
+
+    from specformer import pretrained
+    from specformer.base import load_base
+    from specformer.drafts import load_draft
+
+    run = pipeline.open_run(profile)
+    source = run.require(run.paths.drafts / run.methods[-1], "train")
+    llm = load_base(run.require(run.paths.base, "base"), dtype="float32", device="cpu")
+    machine = (
+        pd.read_parquet(run.require(run.paths.results / "throughput.parquet", "scale")).iloc[0].to_dict()
+    )
+    folder = pretrained.package(
+        source,
+        llm,
+        load_draft(source, llm),
+        command=f"dvc repro (profile {profile}, commit {machine['commit']})",
+        data=f"prompts of {run.settings.corpus.source}, answers by the base LLM",
+        machine=machine,
+    )
+    print((folder / pretrained.CARD).read_text())
 
 
 @app.command()
@@ -249,11 +287,13 @@ def bench_engine(
     rounds: Annotated[int, typer.Option(help="Timed rounds, after one to warm up.")] = 3,
     max_new_tokens: int = 128,
     draft: Annotated[
-        Path | None, typer.Option(help="Draft folder; default: the profile's specformer.")
+        Path | None, typer.Option(help="Draft folder; default: the profile's best, else the packaged one.")
     ] = None,
+    waves: Annotated[int, typer.Option(help="Requests of a round, in batches.")] = 2,
     vllm_python: Annotated[str | None, typer.Option(help="Python of an environment with vLLM.")] = None,
 ) -> None:
     """Our k = 0 and SpecFormer against transformers, its prompt lookup, and vLLM where it is named."""
+    from specformer import figures, hardware
     from specformer.bench import evaluation_requests
     from specformer.bench_engine import bench_engine
     from specformer.chat import encode_prompt
@@ -262,7 +302,7 @@ def bench_engine(
 
     run = pipeline.open_run(profile)
     llm = run.load_base()
-    model = load_draft(draft or run.require(run.paths.drafts / "specformer", "train"), llm)
+    model = load_draft(draft or _best_draft(run, llm), llm)
     rows = read_dialogues(run.require(run.paths.corpus / "test.parquet", "corpus"))
     rows = [row | {"set": "dialogues"} for row in rows]
     requests = evaluation_requests(rows, lambda m: encode_prompt(llm.tokenizer, m), max_new_tokens)
@@ -277,12 +317,19 @@ def bench_engine(
         max_length=200 + max_new_tokens,
         attention=run.settings.engine.attention,
         compile=run.settings.engine.compile,
+        waves=waves,
         vllm_python=vllm_python,
         folder=run.paths.base,
     )
     path = run.paths.results / "engine_bench.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(path, index=False, float_format="%.4f")
+    machine = hardware.caption(hardware.describe(llm.dtype, llm.device))
+    figures.engine_ratios(
+        table,
+        run.paths.figures / "engine",
+        caption=f"{llm.name}, {max_new_tokens} new tokens, {rounds} rounds; {machine}.",
+    )
     shown = table.drop(columns=["cpu", "dtype", "threads", "rounds"])
     print(shown.to_string(index=False, float_format=lambda x: f"{x:.2f}", na_rep=""))
 

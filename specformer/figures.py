@@ -244,6 +244,36 @@ def attention_masks(context: np.ndarray, draft: np.ndarray, out: Path | str, *, 
         return _finish(fig, out, caption)
 
 
+def engine_ratios(table: pd.DataFrame, out: Path | str, *, caption: str) -> Figure:
+    """Throughput of each system over that of transformers' generate, a group of bars for each batch size.
+
+    table: rows of `bench_engine.bench_engine` (or its CSV); the thin bars are smallest to largest round, over
+    the median of transformers' rounds.
+    """
+    names = ["system", "batch_size", "k", "tps_median", "tps_min", "tps_max"]
+    metrics.require_columns(table, names, "rows of the engine benchmark")
+    plain = table.loc[table["system"] == "transformers"].set_index("batch_size")["tps_median"]
+    shown = table.loc[table["system"] != "transformers"]
+    systems = list(shown[["system", "k"]].drop_duplicates().itertuples(index=False, name=None))
+    batch_sizes = sorted(set(shown["batch_size"]))
+    width = 0.8 / len(systems)
+    with matplotlib.rc_context(_STYLE):
+        fig, (ax,) = _axes()
+        for i, (system, k) in enumerate(systems):
+            own = shown.loc[(shown["system"] == system) & (shown["k"] == k)].set_index("batch_size")
+            ratio = own[["tps_median", "tps_min", "tps_max"]].div(plain.reindex(own.index), axis=0)
+            at = [batch_sizes.index(b) + (i - (len(systems) - 1) / 2) * width for b in own.index]
+            spread = [ratio["tps_median"] - ratio["tps_min"], ratio["tps_max"] - ratio["tps_median"]]
+            label = f"{system}, k = {k}"
+            ax.bar(at, ratio["tps_median"], width * 0.9, yerr=spread, color=PALETTE[i % 10], label=label)
+        ax.axhline(1.0, color=INK, linewidth=1, linestyle="--", zorder=1)
+        ax.set_xticks(range(len(batch_sizes)), [str(b) for b in batch_sizes])
+        ax.set(xlabel="batch size", ylabel="tokens per second over transformers'")
+        ax.set_title("The engine against others, transformers' generate = 1")
+        _legend(ax, None)
+        return _finish(fig, out, caption)
+
+
 # --- shared ----------------------------------------------------------------------------------
 
 

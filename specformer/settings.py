@@ -149,6 +149,10 @@ class TrainSection(Section):
     """Steps between validations; at least 1."""
     checkpoint_every: Count
     """Steps between checkpoints; at least 1."""
+    patience: Annotated[int, Field(ge=0)]
+    """Validations without a better tokens_per_step after which training stops; 0 never stops early."""
+    log_with: Literal["dvclive", "tensorboard"] | None
+    """Where the log goes besides log.jsonl: dvclive, tensorboard (if installed), or null."""
     dtype: Literal["auto", "float32", "bfloat16"]
     """What the draft is computed in; auto asks the machine."""
     hidden_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)]

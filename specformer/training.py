@@ -265,6 +265,8 @@ def train(
     clip: float,
     validate_every: int,
     checkpoint_every: int,
+    patience: int = 0,
+    log_with: str | None = None,
     dtype: str = "auto",
     seed: int = 0,
     hidden_gib: float = 0.0,
@@ -278,6 +280,8 @@ def train(
     the base's own so many most probable tokens instead of from the text's one (0: the text's);
     position_weights: see `weigh`; warmup: share of the steps; dtype: of the draft's matmuls ("auto": the
     base's), its weights and AdamW's state are float32;
+    patience: stop after so many validations without a better tokens_per_step (0: never); log_with: "dvclive"
+    or "tensorboard", which then writes below `out_dir`, beside log.jsonl (None: neither).
     hidden_gib: disk that the base's hidden states may take to be reused over epochs (0: computed each time),
     hidden_dir: where (default: a folder in `out_dir`, deleted at the end).
     Writes log.jsonl (a line a step: step, tokens, loss, lr, seconds, accuracy per position; validation lines
@@ -288,7 +292,7 @@ def train(
     """
     out_dir = Path(out_dir)
     settings: dict[str, Any] = {k: v for k, v in locals().items() if isinstance(v, int | float | str | tuple)}
-    for place in ("out_dir", "hidden_dir", "hidden_gib"):
+    for place in ("out_dir", "hidden_dir", "hidden_gib", "log_with"):
         settings.pop(place, None)
     settings |= {"rows": len(rows), "base": draft.config.base_fingerprint}
     settings["betas"] = list(betas)
@@ -308,8 +312,12 @@ def train(
     AcceleratorState._reset_state()  # it keeps the precision of the process's first run otherwise
     precision = DTYPES.get(dtype, base.dtype)
     accelerator = Accelerator(
-        cpu=base.device.type == "cpu", mixed_precision="bf16" if precision == torch.bfloat16 else "no"
+        cpu=base.device.type == "cpu",
+        mixed_precision="bf16" if precision == torch.bfloat16 else "no",
+        log_with=log_with,
+        project_dir=str(out_dir),
     )
+    _start_tracker(accelerator, out_dir, log_with)
     target = target or Target(base, max_length)
     plan = Schedule(rows, sequences_per_step, epochs, max_length, anchor_fraction, seed)
     unpack_linears(draft)
@@ -347,7 +355,7 @@ def train(
     # one writer: another process's handle, or its tidying up, would lose lines
     log = (out_dir / LOG).open("a") if accelerator.is_main_process else None
     with Progress(f"train {out_dir.name}", plan.steps, "steps", done=state.step) as bar:
-        while state.step < plan.steps:
+        while state.step < plan.steps and not _gave_up(state, patience):
             started = time.perf_counter()
             batches = micro_batches(
                 plan.step(state.step), micro_batch, draft.draft_length, anchor_decay, base.device
@@ -403,9 +411,12 @@ def train(
             if last or state.step % validate_every == 0:
                 entry["validation"] = _validate(draft, target, validation, max_length, hidden_states)
                 entry["tokens_per_step"] = entry["validation"]["tokens_per_step"]
-                if accelerator.is_main_process and entry["tokens_per_step"] > state.best:
+                better = entry["tokens_per_step"] > state.best
+                if accelerator.is_main_process and better:
                     draft.save_pretrained(out_dir)
                 state.best = max(state.best, entry["tokens_per_step"])
+                state.stale = 0 if better else state.stale + 1
+            accelerator.log(_flat(entry), step=state.step)
             if log is not None:
                 log.write(json.dumps(entry) + "\n")
                 log.flush()
@@ -418,8 +429,11 @@ def train(
             )
     if log is not None:
         log.close()
+    accelerator.end_training()
+    if _gave_up(state, patience):
+        accelerator.print(f"stopped at step {state.step}: {patience} validations without a better draft")
     summary = {
-        "steps": plan.steps,
+        "steps": state.step,
         "tokens": state.tokens,
         "seconds": round(state.seconds, 1),
         "hidden_seconds": round(state.hidden_seconds, 1),
@@ -440,7 +454,8 @@ def train(
 @dataclass
 class TrainingState:
     """Where a run stands; saved with each checkpoint. seconds: of its steps; hidden_seconds: spent on the
-    base's hidden states before them; saved: step of the last checkpoint; accuracy: running
+    base's hidden states before them; stale: validations since the best one; saved: step of the last
+    checkpoint; accuracy: running
     mean of the share of right labels per draft position."""
 
     settings: dict[str, Any]
@@ -449,6 +464,7 @@ class TrainingState:
     seconds: float = 0.0
     hidden_seconds: float = 0.0
     best: float = 0.0
+    stale: int = 0
     saved: int = 0
     accuracy: list[float] = field(default_factory=list)
 
@@ -457,6 +473,31 @@ class TrainingState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+
+def _gave_up(state: TrainingState, patience: int) -> bool:
+    return 0 < patience <= state.stale
+
+
+def _start_tracker(accelerator: Accelerator, out_dir: Path, log_with: str | None) -> None:
+    """Raises UserError where the package that `log_with` names is not installed."""
+    if log_with is None:
+        return
+    if not accelerator.log_with:
+        raise UserError(
+            f"train.log_with: {log_with} is not installed: pip install {log_with}, or set it to null"
+        )
+    options = {"dvclive": {"dir": str(out_dir / "dvclive"), "save_dvc_exp": False, "resume": True}}
+    accelerator.init_trackers(out_dir.name, init_kwargs=options)
+
+
+def _flat(entry: dict[str, Any]) -> dict[str, float]:
+    """A log entry as trackers want it: one number a name."""
+    flat = {key: entry[key] for key in ("tokens", "loss", "lr", "seconds", "tokens_per_step") if key in entry}
+    shares = {"train": entry["accuracy"], "validation": entry.get("validation", {}).get("accuracy", [])}
+    for split, accuracy in shares.items():
+        flat |= {f"{split}/accuracy_{j}": share for j, share in enumerate(accuracy, 1)}
+    return flat
 
 
 def _hidden_states(

@@ -134,6 +134,23 @@ def test_masks_are_the_arrays_given(tmp_path):
         figures.attention_masks(np.ones((2, 2), bool), np.ones((3, 3)), tmp_path / "g", caption="")
 
 
+def test_engine_ratios_are_over_transformers_at_the_same_batch(tmp_path):
+    table = pd.DataFrame(
+        [
+            *(("transformers", b, 0, 10.0 * b, 9.0 * b, 11.0 * b) for b in (1, 4)),
+            *(("specformer", b, 0, 15.0 * b, 14.0 * b, 18.0 * b) for b in (1, 4)),
+            ("lookup", 1, 4, 5.0, 5.0, 5.0),
+        ],
+        columns=["system", "batch_size", "k", "tps_median", "tps_min", "tps_max"],
+    )
+    (ax,) = figures.engine_ratios(table, tmp_path / "f", caption="c").axes
+    heights = {
+        c.get_label(): [bar.get_height() for bar in c] for c in ax.containers if c.get_label()[0] != "_"
+    }
+    assert heights == {"specformer, k = 0": [1.5, 1.5], "lookup, k = 4": [0.5]}
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "4"]
+
+
 def test_missing_columns_are_named(tmp_path):
     with pytest.raises(UserError, match="seconds"):
         records = figure1_records().drop(columns="seconds")

@@ -488,3 +488,32 @@ def test_training_with_everything_resumes_bit_for_bit(base, rows, tmp_path, monk
     assert whole["tokens_per_step"] == parts["tokens_per_step"]
     loaded = load_draft(tmp_path / "whole", base)
     assert torch.equal(torch.as_tensor(loaded.vocabulary), torch.as_tensor(draft().vocabulary))
+
+
+# ---------------------------------------------------------------- watching it
+
+
+def test_it_stops_when_validation_no_longer_improves(base, rows, tmp_path, capsys):
+    """A rate of nothing: the first validation stays the best, and two more without a better one end it."""
+    options = settings(epochs=4.0, validate_every=2, lr=1e-12, min_lr=0.0, patience=2)
+    summary = train(base, fresh_draft(base), rows, rows[:4], tmp_path, **options)
+    assert summary["steps"] == 6 and "2 validations without a better draft" in capsys.readouterr().out
+    assert [e["step"] for e in log_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert isinstance(load_draft(tmp_path, base), SpecFormer)
+
+
+def test_dvclive_gets_what_the_log_has(base, rows, tmp_path):
+    train(base, fresh_draft(base), rows, rows[:4], tmp_path, **settings(log_with="dvclive"))
+    last = log_of(tmp_path)[-1]
+    found = json.loads((tmp_path / "dvclive" / "metrics.json").read_text())
+    assert found["loss"] == pytest.approx(last["loss"]) and found["step"] == last["step"]
+    assert found["tokens_per_step"] == pytest.approx(last["tokens_per_step"])
+    assert found["validation"]["accuracy_3"] == pytest.approx(last["validation"]["accuracy"][2])
+    lines = (tmp_path / "dvclive" / "plots" / "metrics" / "loss.tsv").read_text().splitlines()
+    assert len(lines) == 1 + last["step"]
+
+
+def test_a_tracker_that_is_not_installed_is_named(base, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.accelerator.filter_trackers", lambda *_: [])  # as without the package
+    with pytest.raises(UserError, match="tensorboard is not installed: pip install tensorboard"):
+        train(base, fresh_draft(base), rows, rows[:4], tmp_path, **settings(log_with="tensorboard"))
