@@ -28,6 +28,8 @@ from specformer.sampling import greedy
 from specformer.target import Target
 
 BASELINE = "none"
+WARM_UP_PROMPT = 64
+"""Prompt tokens that all contenders but the first warm up on."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ def measure(
                     bar.advance(count * len(field))
                     continue
                 if not engines:
+                    # they take turns, so one store serves all: at a large batch it is most of the memory
+                    store = target.new_store(batch_size, max_length + max(ks) + 1, attention=attention)
                     engines = [
                         Engine(
                             base,
@@ -135,6 +139,7 @@ def measure(
                             attention=attention,
                             compile=compile,
                             target=target,
+                            store=store,
                         )
                         for c in field
                     ]
@@ -142,7 +147,8 @@ def measure(
                         # all that follows is known, so what is worth compiling is compiled here, untimed
                         longest = max(request.max_new_tokens for request in requests)
                         engine.expect(rounds * (count + batch_size) * longest)
-                        _warm_up(engine, requests)
+                        # the first one's long prompts make the store grow, for all of them
+                        _warm_up(engine, requests, max_length if engine is engines[0] else WARM_UP_PROMPT)
                 chosen = take(requests, r * count, count)
                 fillers = take(requests, (r + 1) * count, batch_size)
                 order = range(len(field)) if r % 2 == 0 else reversed(range(len(field)))
@@ -158,8 +164,11 @@ def measure(
     return _read(stems, "throughput"), _read(stems, "steps")
 
 
-def _warm_up(engine: Engine, requests: Sequence[Request]) -> None:
-    short = [Request(**{**asdict(r), "max_new_tokens": 8}) for r in take(requests, 0, engine.batch_size)]
+def _warm_up(engine: Engine, requests: Sequence[Request], longest: int) -> None:
+    short = [
+        Request(**{**asdict(r), "prompt_ids": r.prompt_ids[:longest], "max_new_tokens": 8})
+        for r in take(requests, 0, engine.batch_size)
+    ]
     for _ in engine.run(short):
         pass
 

@@ -108,7 +108,10 @@ def transformers_continuous(base: Base, batch_size: int) -> System:
                     pad_token_id=base.stop_token_ids[0],
                 ),
                 continuous_batching_config=ContinuousBatchingConfig(
-                    max_requests_per_batch=batch_size, max_batch_tokens=2048, num_blocks=64 * batch_size, page_size=32
+                    max_requests_per_batch=batch_size,
+                    max_batch_tokens=2048,
+                    num_blocks=64 * batch_size,
+                    page_size=32,
                 ),
             )
         finally:

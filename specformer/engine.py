@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specformer import sampling
 from specformer.base import Base
-from specformer.cache import Window
+from specformer.cache import KVStore, Window
 from specformer.compiled import CompiledVerify, bucket, choose_compile, worth_compiling
 from specformer.drafts.interface import Draft
 from specformer.errors import UserError
@@ -144,9 +144,10 @@ class Engine:
     requests with a temperature; target: a prepared `Target` of the same base, to share its packed weights;
     attention: how the cache is read, "auto", "sdpa" or "flash" (`layers.choose_attention`); compile: compile
     the verify step of a full batch (`specformer.compiled`): False, True, or "auto", once enough tokens have
-    been asked for to win back the time (`expect`).
-    Raises UserError for a k the draft cannot give, a max_length the base cannot reach, or a backend or
-    compiler that is not there.
+    been asked for to win back the time (`expect`); store: keys and values to use instead of its own, which
+    engines that take turns may share.
+    Raises UserError for a k the draft cannot give, a max_length the base cannot reach, a store too small, or
+    a backend or compiler that is not there.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Engine:
         target: Target | None = None,
         attention: str = "auto",
         compile: bool | str = False,
+        store: KVStore | None = None,
     ):
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}: give at least 1")
@@ -179,7 +181,12 @@ class Engine:
         self.target = target or Target(base, limit)
         if self.target.max_length < limit:
             raise UserError(f"the shared target tabulates {self.target.max_length} positions, not {limit}")
-        self.store = self.target.new_store(batch_size, limit, attention=attention)
+        if store is not None and (store.rows < batch_size or store.limit < limit):
+            raise UserError(
+                f"the shared store holds {store.rows} rows of {store.limit} tokens, "
+                f"not {batch_size} of {limit}: make it larger"
+            )
+        self.store = store or self.target.new_store(batch_size, limit, attention=attention)
         self.draft_store, self.hooks = None, ()
         if self.draft is not None:
             self.hooks = self.draft.hooks

@@ -51,7 +51,7 @@ def test_continuous_batching_runs_here_or_says_that_it_does_not(tiny_llama, requ
 
 
 def test_ratios_theta_and_efficiency():
-    """Twice transformers' speed, 1.5 tokens a step, and a forward of k + 1 tokens that costs 1.2 times one."""
+    """Twice transformers' speed, 1.5 tokens a step, k + 1 tokens at 1.2 times the cost of one."""
     timings = {
         ("specformer", 0): [Timing(100, 1.0), Timing(100, 2.0), Timing(100, 1.0)],
         ("specformer", 4): [Timing(100, 0.8, 0.1, 1.5)] * 3,
@@ -82,4 +82,4 @@ def test_a_whole_run_has_a_row_for_every_system_and_batch(tiny_llama, requests):
     assert {("transformers", 1, 0), ("transformers", 2, 0), ("transformers prompt lookup", 1, 2)} <= keys
     drafted = table[(table["system"] == "specformer") & (table["k"] == 2)]
     for column in ("tps_median", "ratio_to_transformers", "kappa", "theta", "efficiency", "draft_share"):
-        assert (drafted[column] > 0).all(), column
+        assert min(drafted[column]) > 0, column

@@ -281,6 +281,22 @@ def test_bad_engines_are_refused(tiny_llama):
         Engine(tiny_llama, draft, k=4, max_length=64, target=Target(tiny_llama, 64))
 
 
+def test_engines_that_take_turns_share_a_store(tiny_llama, tiny_qwen3):
+    """What one leaves behind the other never sees."""
+    draft = perturbed_specformer(tiny_llama)
+    store = Target(tiny_llama, 128).new_store(3, 128)
+    requests = [Request(str(i), p, 9) for i, p in enumerate(prompts(tiny_llama, 7))]
+    alone, _ = run(tiny_llama, requests, batch_size=3, max_length=100)
+    engines = [
+        Engine(tiny_llama, draft, k=2, batch_size=3, max_length=100, store=store),
+        Engine(tiny_llama, batch_size=2, max_length=100, store=store),
+    ]
+    for engine in [*engines, *engines]:
+        assert {r.id: r.ids for r in engine.run(requests)} == {name: r.ids for name, r in alone.items()}
+    with pytest.raises(UserError, match="holds 3 rows of 128 tokens, not 4 of 101"):
+        Engine(tiny_llama, batch_size=4, max_length=100, store=store)
+
+
 def test_no_requests(tiny_llama):
     assert list(Engine(tiny_llama, batch_size=2, max_length=64).run([])) == []
 

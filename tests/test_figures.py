@@ -145,7 +145,7 @@ def test_engine_ratios_are_over_transformers_at_the_same_batch(tmp_path):
     )
     (ax,) = figures.engine_ratios(table, tmp_path / "f", caption="c").axes
     heights = {
-        c.get_label(): [bar.get_height() for bar in c] for c in ax.containers if c.get_label()[0] != "_"
+        c.get_label(): [bar.get_height() for bar in c] for c in ax.containers if str(c.get_label())[0] != "_"
     }
     assert heights == {"specformer, k = 0": [1.5, 1.5], "lookup, k = 4": [0.5]}
     assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "4"]
