@@ -6,6 +6,7 @@ It is there for the first minute: decoding, the walkthrough and a first benchmar
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from importlib.resources import files
@@ -97,7 +98,7 @@ def package(
     size = (source / WEIGHTS).stat().st_size
     if size > MOST_BYTES:
         raise UserError(f"{source / WEIGHTS} has {size / 1e6:.1f} MB, at most {MOST_BYTES / 1e6:.0f} fit")
-    folder = home / base.name.rsplit("/", 1)[-1].lower()
+    folder = home / re.split("[/:]", base.name)[-1].lower()
     folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG, WEIGHTS):
         shutil.copyfile(source / name, folder / name)
