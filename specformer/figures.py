@@ -167,7 +167,7 @@ def speedup_by_batch(
         ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
         alone = f": {methods[0]}" if len(methods) == 1 else ""
         ax.set_title(f"Speedup against batch size{alone}")
-        _legend(ax, None)
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1), alignment="left")  # inside it would hide markers
         return _finish(fig, out, caption)
 
 
