@@ -330,7 +330,7 @@ def test_changed_settings_are_refused_by_name(base, rows, killed):
     train(base, fresh_draft(base), rows, rows[:4], killed, **settings())
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing", "one bit"])
 def test_a_corrupt_checkpoint_is_refused(base, rows, killed, damage):
     files = [f for f in (killed / "checkpoint").iterdir() if not f.name.startswith("random_states")]
     assert {f.suffix for f in files} >= {".bin", ".pkl", ".safetensors"}
@@ -339,7 +339,13 @@ def test_a_corrupt_checkpoint_is_refused(base, rows, killed, damage):
         if damage == "missing":
             file.unlink()
         else:
-            file.write_bytes(whole[: len(whole) // 2] if damage == "truncated" else b"\xff" * len(whole))
+            flipped = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]  # within a tensor or a pickle
+            damaged = {
+                "truncated": whole[: len(whole) // 2],
+                "garbage": b"\xff" * len(whole),
+                "one bit": flipped,
+            }
+            file.write_bytes(damaged[damage])
         with pytest.raises(UserError, match="(?s)checkpoint.* cannot be read.*delete that folder"):
             train(base, fresh_draft(base), rows, rows[:4], killed, **settings())
         file.write_bytes(whole)
