@@ -429,7 +429,8 @@ def train(
             )
     if log is not None:
         log.close()
-    accelerator.end_training()
+    for tracker in accelerator.trackers:  # `end_training` would take down the process group too
+        tracker.finish()
     if _gave_up(state, patience):
         accelerator.print(f"stopped at step {state.step}: {patience} validations without a better draft")
     summary = {
@@ -487,8 +488,9 @@ def _start_tracker(accelerator: Accelerator, out_dir: Path, log_with: str | None
         raise UserError(
             f"train.log_with: {log_with} is not installed: pip install {log_with}, or set it to null"
         )
-    options = {"dvclive": {"dir": str(out_dir / "dvclive"), "save_dvc_exp": False, "resume": True}}
-    accelerator.init_trackers(out_dir.name, init_kwargs=options)
+    # left to itself it rewrites the pipeline's dvc.yaml
+    live = {"dir": str(out_dir / "dvclive"), "dvcyaml": None, "save_dvc_exp": False, "resume": True}
+    accelerator.init_trackers(out_dir.name, init_kwargs={"dvclive": live})
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, float]:

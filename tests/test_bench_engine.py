@@ -75,7 +75,7 @@ def test_ratios_theta_and_efficiency():
 def test_a_whole_run_has_a_row_for_every_system_and_batch(tiny_llama, requests):
     draft = perturbed_specformer(tiny_llama)
     table = bench_engine(
-        tiny_llama, draft, requests, batch_sizes=[1, 2], k=2, rounds=1, waves=1, max_length=96
+        tiny_llama, draft, requests, batch_sizes=[1, 2], k=2, rounds=1, waves=3, max_length=96
     )
     keys = set(zip(table["system"], table["batch_size"], table["k"], strict=True))
     assert {("specformer", b, k) for b in (1, 2) for k in (0, 2)} <= keys

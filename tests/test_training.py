@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -509,7 +510,10 @@ def test_it_stops_when_validation_no_longer_improves(base, rows, tmp_path, capsy
 
 
 def test_dvclive_gets_what_the_log_has(base, rows, tmp_path):
+    pipeline = Path(__file__).parent.parent / "dvc.yaml"
+    before = pipeline.read_bytes()
     train(base, fresh_draft(base), rows, rows[:4], tmp_path, **settings(log_with="dvclive"))
+    assert pipeline.read_bytes() == before, "it meddles with the pipeline"
     last = log_of(tmp_path)[-1]
     found = json.loads((tmp_path / "dvclive" / "metrics.json").read_text())
     assert found["loss"] == pytest.approx(last["loss"]) and found["step"] == last["step"]
