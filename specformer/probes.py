@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -65,15 +67,22 @@ def peak_mib(work: Callable[[], Any], device: torch.device) -> float:
     return max(held, default=0) / MIB
 
 
+def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work(*arguments)` returns, from a fresh process: one that ran something else before keeps that
+    one's freed memory, which hides a peak."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
 def fingerprint(*parts: Any) -> str:
     """A short hash of JSON-able settings: records of other settings lie in another folder."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def digests(folder: Path, pattern: str = "*/*.safetensors") -> dict[str, str]:
-    """File below `folder` -> a hash of its bytes."""
+    """File below `folder` -> SHA-256 of its bytes."""
     found = {}
-    for file in sorted(folder.glob(pattern)):
+    for file in sorted(path for path in folder.glob(pattern) if path.is_file()):
         with file.open("rb") as stream:
             found[str(file.relative_to(folder))] = hashlib.file_digest(stream, "sha256").hexdigest()
     return found

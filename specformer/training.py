@@ -31,6 +31,7 @@ from specformer.drafts.interface import Draft
 from specformer.errors import UserError
 from specformer.hidden import GIB, HiddenStates, Teaching
 from specformer.losses import NONE, SoftLabels, head_loss
+from specformer.probes import digests
 from specformer.progress import Progress
 from specformer.sampling import greedy
 from specformer.target import Head, Target, unpack_linears
@@ -582,23 +583,13 @@ def _checkpoint(accelerator: Accelerator, state: TrainingState, out_dir: Path) -
     accelerator.save_state(str(fresh))
     accelerator.wait_for_everyone()  # every process writes its part before the folder is renamed
     if accelerator.is_main_process:
-        (fresh / SUMS).write_text(json.dumps(_checksums(fresh), indent=2))
+        (fresh / SUMS).write_text(json.dumps(digests(fresh, "**/*"), indent=2))
         shutil.rmtree(old, ignore_errors=True)
         if (out_dir / CHECKPOINT).exists():
             os.replace(out_dir / CHECKPOINT, old)
         os.replace(fresh, out_dir / CHECKPOINT)
         shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    """File below `folder` -> SHA-256 of its bytes, but for the file that holds them."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != SUMS:
-            with path.open("rb") as stream:
-                found[str(path.relative_to(folder))] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return found
 
 
 def _resume(accelerator: Accelerator, state: TrainingState, out_dir: Path, settings: dict[str, Any]) -> None:
@@ -609,7 +600,7 @@ def _resume(accelerator: Accelerator, state: TrainingState, out_dir: Path, setti
             (out_dir / LOG).unlink(missing_ok=True)
         return
     try:
-        wanted, found = json.loads((folder / SUMS).read_text()), _checksums(folder)
+        wanted, found = json.loads((folder / SUMS).read_text()), digests(folder, "**/*")
         damaged = [name for name, digest in wanted.items() if digest != found.get(name)]
         if damaged:
             raise ValueError(f"{', '.join(damaged)} not as written")
