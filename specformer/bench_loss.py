@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from specformer.base import load_base
-from specformer.drafts import DraftConfig, SpecFormer
+from specformer.drafts import SpecFormer, new_draft
 from specformer.hardware import describe, peak_memory
 from specformer.losses import head_loss
-from specformer.probes import plain_head_loss
+from specformer.probes import in_own_process, plain_head_loss
 from specformer.target import Target
 
 
-def _work(kind: str, folder: str, anchors: int, draft_length: int, repeats: int, pipe: Any) -> None:
+def _work(kind: str, folder: str, anchors: int, draft_length: int, repeats: int) -> dict[str, Any]:
     base = load_base(folder)
     target = Target(base, 64)
     L = base.num_layers
-    torch.manual_seed(0)
-    config = DraftConfig.for_base(base, "specformer", (0, L // 2, L - 1, L), draft_length=draft_length)
-    draft = SpecFormer(config)
-    draft.to(base.dtype)
-    draft.start_from(base)
-    x = torch.randn(anchors, config.hidden_size, dtype=base.dtype)
+    hooks = (0, L // 2, L - 1, L)
+    made = new_draft(base, "specformer", [], hooks=hooks, init="base", seed=0, draft_length=draft_length)
+    draft = cast(SpecFormer, made.to(base.dtype))
+    x = torch.randn(anchors, draft.config.hidden_size, dtype=base.dtype)
     labels = torch.randint(0, base.model.config.vocab_size, (anchors, draft_length))
     weights = torch.full((draft_length,), 1 / (anchors * draft_length))
     before = peak_memory()
@@ -42,7 +39,7 @@ def _work(kind: str, folder: str, anchors: int, draft_length: int, repeats: int,
         hidden.backward(grad)
         seconds.append(time.perf_counter() - start)
         draft.zero_grad(set_to_none=True)
-    pipe.send({"loss": value, "seconds": sorted(seconds[1:])[repeats // 2], "gib": peak_memory() - before})
+    return {"loss": value, "seconds": sorted(seconds[1:])[repeats // 2], "gib": peak_memory() - before}
 
 
 def bench_loss(
@@ -54,17 +51,10 @@ def bench_loss(
     Returns the two runs (loss, median seconds, peak GiB above the start) and memory_ratio, time_ratio
     (chunked / plain), with the machine.
     """
-    context = multiprocessing.get_context("spawn")
-    runs = {}
-    for kind in ("plain", "chunked"):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_work, args=(kind, str(folder), anchors, draft_length, repeats, theirs)
-        )
-        process.start()
-        theirs.close()
-        runs[kind] = ours.recv()
-        process.join()
+    runs = {
+        kind: in_own_process(_work, kind, str(folder), anchors, draft_length, repeats)
+        for kind in ("plain", "chunked")
+    }
     plain, chunked = runs["plain"], runs["chunked"]
     return {
         "anchors": anchors,

@@ -6,7 +6,6 @@ positions at once under autograd. Ours: training.py's pieces. Draft, batches, la
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from specformer.base import Base, load_base, resolve_hooks
-from specformer.drafts import DraftConfig, SpecFormer
+from specformer.drafts import DraftConfig, new_draft
 from specformer.hardware import GIB, describe
 from specformer.hidden import HiddenStates
 from specformer.losses import CHUNK, head_loss
 from specformer.matmul import packed_matmul_available
 from specformer.pipeline import Meter
-from specformer.probes import plain_head_loss
+from specformer.probes import in_own_process, plain_head_loss
 from specformer.target import Target
 from specformer.training import (
     Batch,
@@ -79,9 +78,9 @@ class Loops:
         self.base = load_base(work.folder, dtype=work.dtype, device=work.device)
         self.target = Target(self.base, work.max_length)
         hooks = resolve_hooks(work.hooks, self.base.num_layers)
-        torch.manual_seed(work.seed)
-        self.draft = SpecFormer(DraftConfig.for_base(self.base, "specformer", hooks, **work.draft))
-        self.draft.start_from(self.base)
+        self.draft = new_draft(
+            self.base, "specformer", work.rows, hooks=hooks, init="base", seed=work.seed, **work.draft
+        )
         self.draft.to(self.base.device, torch.float32).train()
         self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=work.lr)
         self.hidden_states = {
@@ -210,7 +209,7 @@ def bench_training(work: Workload, repeats: int = 3) -> dict[str, Any]:
         estimate, base = loops.estimate(), loops.base.name
         machine = describe(loops.base.dtype, loops.base.device)
         del loops  # two of it need not fit
-        peaks = {kind: _peak_in_a_process(kind, work, folder) for kind in KINDS}
+        peaks = {kind: in_own_process(_peak, kind, work, folder) for kind in KINDS}
 
     def ratios(kind: str) -> list[float]:
         return [plain / ours for plain, ours in zip(seconds["plain"], seconds[kind], strict=True)]
@@ -241,7 +240,8 @@ def bench_training(work: Workload, repeats: int = 3) -> dict[str, Any]:
     return record | {"machine": machine}
 
 
-def _peak(kind: str, work: Workload, folder: str, pipe: Any) -> None:
+def _peak(kind: str, work: Workload, folder: str) -> int:
+    """Bytes above what a warmed-up loop holds."""
     loops = Loops(work, Path(folder))
     loops.warm_up(kind)
     device = loops.base.device
@@ -249,24 +249,11 @@ def _peak(kind: str, work: Workload, folder: str, pipe: Any) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         loops.run(kind)
-        pipe.send(torch.cuda.max_memory_allocated(device) - before)
-        return
+        return torch.cuda.max_memory_allocated(device) - before
     before = psutil.Process().memory_info().rss
     with Meter(interval=0.005) as meter:
         loops.run(kind)
-    pipe.send(meter.peak_bytes - before)
-
-
-def _peak_in_a_process(kind: str, work: Workload, folder: str) -> int:
-    """Bytes; a process that ran another loop before keeps that one's freed memory."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_peak, args=(kind, work, folder, theirs))
-    process.start()
-    theirs.close()
-    peak = ours.recv()
-    process.join()
-    return peak
+    return meter.peak_bytes - before
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transformers import (
 
 from specformer import hardware
 from specformer.base import Base, load_base, prepare_base
-from specformer.drafts import DraftConfig, SpecFormer
+from specformer.drafts import new_draft
 
 CHATML = (
     "{% for message in messages %}"
@@ -195,9 +195,8 @@ def tiny_llama(tiny_llama_folder) -> Base:
 @pytest.fixture(scope="session")
 def tiny_draft_folder(tiny_llama, tmp_path_factory) -> Path:
     """A saved, untrained draft for `tiny_llama`, of 4 positions."""
-    torch.manual_seed(0)
-    draft = SpecFormer(DraftConfig.for_base(tiny_llama, "specformer", (0, 2, 3, 4), draft_length=4))
-    draft.start_from(tiny_llama)
+    options = {"hooks": (0, 2, 3, 4), "init": "base", "seed": 0, "draft_length": 4}
+    draft = new_draft(tiny_llama, "specformer", [], **options)
     folder = tmp_path_factory.mktemp("draft")
     draft.save_pretrained(folder)
     return folder

@@ -8,19 +8,16 @@ from __future__ import annotations
 import json
 import sys
 
-import torch
-
 from specformer import training
 from specformer.base import load_base
-from specformer.drafts import DraftConfig, SpecFormer
+from specformer.drafts import new_draft
 
 
 def main() -> None:
     folder, rows, out, stop = sys.argv[1:5]
     base = load_base(folder, dtype="float32", device="cpu")
-    torch.manual_seed(0)
-    draft = SpecFormer(DraftConfig.for_base(base, "specformer", (0, 2, 3, 4), draft_length=3))
-    draft.start_from(base)
+    options = {"hooks": (0, 2, 3, 4), "init": "base", "seed": 0, "draft_length": 3}
+    draft = new_draft(base, "specformer", [], **options)
     with open(rows) as file:
         data = json.load(file)
     if int(stop):

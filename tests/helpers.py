@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specformer.base import Base
-from specformer.drafts import DraftConfig, SpecFormer
+from specformer.drafts import DraftConfig, SpecFormer, new_draft
 from specformer.drafts.interface import Draft
 from specformer.engine import Engine
 
@@ -53,14 +54,12 @@ def nano_base(tokenizer, vocab_size, stop_token_ids=(), seed=0, sharpness=4.0) -
 
 def perturbed_specformer(base, length=4, noise=0.02, hooks=None, **options) -> SpecFormer:
     """A SpecFormer off its identity start, so that its drafts differ between positions."""
-    torch.manual_seed(3)
     hooks = hooks or (0, base.num_layers // 2, base.num_layers - 1, base.num_layers)
-    draft = SpecFormer(DraftConfig.for_base(base, "specformer", hooks, draft_length=length, **options))
-    draft.choose_vocabulary([{"answer_ids": list(range(40, 120))}], base.model.config.vocab_size)
-    draft.start_from(base)
+    rows, options = [{"answer_ids": list(range(40, 120))}], options | {"draft_length": length}
+    draft = new_draft(base, "specformer", rows, hooks=hooks, init="base", seed=3, **options)
     for p in draft.parameters():
         p.data += noise * torch.randn_like(p)
-    return draft.to(base.dtype).eval()
+    return cast(SpecFormer, draft.to(base.dtype).eval())
 
 
 def bigram_logits(base) -> Tensor:
