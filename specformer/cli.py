@@ -211,13 +211,13 @@ def readme() -> None:
 def bench_loss(profile: Profile = "cpu", anchors: int = 512) -> None:
     """Time and peak memory of the chunked head loss against the plain loss, at the profile's vocabulary."""
     from specformer.bench_loss import bench_loss
+    from specformer.tables import write_text
 
     run = pipeline.open_run(profile)
     folder = run.require(run.paths.base, "base")
     record = bench_loss(folder, anchors=anchors, draft_length=run.settings.draft.draft_length)
     path = run.paths.results / "loss_bench.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    write_text(json.dumps(record, indent=2) + "\n", path)
     print(
         f"{anchors} anchors x {record['draft_length']} positions: memory {record['memory_ratio']:.2f}x and "
         f"time {record['time_ratio']:.2f}x of the plain loss ({path.relative_to(run.root)})"
@@ -234,6 +234,7 @@ def bench_training(
     """Throughput and peak memory of the training loop against a plain one, on the profile's dialogues."""
     from specformer.bench_training import Workload, bench_training
     from specformer.shards import read_rows
+    from specformer.tables import write_text
 
     run = pipeline.open_run(profile)
     draft, train = run.settings.draft, run.settings.train
@@ -265,8 +266,7 @@ def bench_training(
     )
     record = bench_training(work, repeats)
     path = run.paths.results / "training_bench.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    write_text(json.dumps(record, indent=2) + "\n", path)
     low, high = record["throughput_ratio_spread"]
     print(
         f"{record['tokens']} tokens, {record['labels']} labels, l_d {draft_length}; against the plain loop:\n"
@@ -299,6 +299,7 @@ def bench_engine(
     from specformer.chat import encode_prompt
     from specformer.corpora import read_dialogues
     from specformer.drafts import load_draft
+    from specformer.tables import write_text
 
     run = pipeline.open_run(profile)
     llm = run.load_base()
@@ -322,8 +323,7 @@ def bench_engine(
         folder=run.paths.base,
     )
     path = run.paths.results / "engine_bench.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(path, index=False, float_format="%.4f")
+    write_text(table.to_csv(index=False, float_format="%.4f"), path)
     machine = hardware.caption(hardware.describe(llm.dtype, llm.device))
     figures.engine_ratios(
         table,
@@ -344,6 +344,7 @@ def bench_drafts(
     """Every change to the draft and its training on the same dialogues: tokens per step over seeds."""
     from specformer import shards, study
     from specformer.base import resolve_hooks
+    from specformer.tables import write_text
     from specformer.target import Target
 
     run = pipeline.open_run(profile)
@@ -374,8 +375,7 @@ def bench_drafts(
         options=options,
     )
     path = run.paths.results / "draft_quality.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(path, index=False, lineterminator="\n", float_format="%.6g")
+    write_text(table.to_csv(index=False, float_format="%.6g"), path)
     print(study.summarise(table).to_string(index=False, float_format=lambda x: f"{x:.3f}"))
 
 

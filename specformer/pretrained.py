@@ -21,6 +21,7 @@ from specformer.errors import UserError
 from specformer.metrics import tokens_per_step
 from specformer.tables import write_text
 
+HOME = Path(str(files("specformer") / "packaged"))
 RECORD, CARD = "record.json", "README.md"
 MOST_BYTES = 16 * 10**6
 """Largest weights file that may be packaged."""
@@ -41,12 +42,11 @@ PROMPTS = (
 """What the recorded tokens_per_step is measured on; written for this purpose."""
 
 
-def packaged_folder(base: Base, home: Path | None = None) -> Path | None:
+def packaged_folder(base: Base, home: Path = HOME) -> Path | None:
     """The folder of the packaged draft that fits `base`, or None.
 
     home: where such folders lie (default: in the package).
     """
-    home = home or Path(str(files("specformer") / "packaged"))
     wanted = base_fingerprint(base.model)
     for config in sorted(home.glob(f"*/{CONFIG}")):
         if json.loads(config.read_text())["base_fingerprint"] == wanted:
@@ -82,7 +82,7 @@ def package(
     command: str,
     data: str,
     machine: Mapping[str, Any],
-    home: Path | None = None,
+    home: Path = HOME,
 ) -> Path:
     """Replace the packaged draft by the trained one in `source`, and write its record and model card.
 
@@ -90,7 +90,6 @@ def package(
     for it; command, data: what made it, in words; machine: a `hardware.describe` record. Returns the folder.
     Raises UserError for an unfinished run and for weights above MOST_BYTES.
     """
-    home = home or Path(str(files("specformer") / "packaged"))
     try:
         summary = json.loads((source / "summary.json").read_text())
     except FileNotFoundError:
