@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specformer import native
 from specformer.errors import UserError
 
 SEGMENT_COST = 256
@@ -147,9 +148,16 @@ class KVStore:
             self.kv[i] = new
 
     def write(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
-        """k and v (B, n, Hkv, D) go to the window's positions of its rows."""
+        """k and v (B, n, Hkv, D) go to the window's positions of its rows.
+
+        Raises ValueError for a window that ends beyond what `ensure` made room for."""
+        if window.upto > self.capacity:
+            raise ValueError(f"room for {self.capacity} tokens a row, the window ends at {window.upto}")
         kv = self.kv[layer]
         rows = window.rows
+        if native.serves(k, kv) and native.token_major(k) and k.stride() == v.stride():
+            native.write(k, v, kv, None if isinstance(rows, slice) else rows, window.positions)
+            return
         if isinstance(rows, slice):
             rows = torch.arange(rows.stop, device=k.device)
         # one indexed copy: (2, B, n, Hkv, D) rows of the (2, rows, capacity, Hkv, D) view

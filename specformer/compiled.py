@@ -95,7 +95,7 @@ class CompiledVerify:
         """ids (rows, n) -> logits (rows, n, V) and taps (rows, n, hooks, H) or None; on a GPU both are
         overwritten by the next call."""
         mask = None
-        if self.store.attention == "sdpa":
+        if self.store.attention != "flash":
             mask = window.grouped_masks(self._groups)[0]
             torch._dynamo.mark_dynamic(mask, 3)
         torch.compiler.cudagraph_mark_step_begin()

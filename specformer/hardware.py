@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from specformer import native
 from specformer.matmul import linear, packed_matmul_available
 
 GIB = 1024**3
@@ -33,7 +34,8 @@ def describe(dtype: Any = None, device: str | torch.device = "cpu") -> dict[str,
 
     dtype: what the measurement ran in, a torch dtype or its name. device: where it ran.
     Keys: cpu (model name), cores (int, usable), threads (int, torch's), memory_gib (float),
-    accelerator (name or "none"), torch, transformers (versions), dtype (name or ""), commit
+    kernels ("native" or "torch", see specformer.native), accelerator (name or "none"), torch,
+    transformers (versions), dtype (name or ""), commit
     (12 digits, "" outside git), dirty (bool: tracked files differ from the commit).
     """
     commit, dirty = _git()
@@ -42,6 +44,7 @@ def describe(dtype: Any = None, device: str | torch.device = "cpu") -> dict[str,
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
+        "kernels": "native" if torch.device(device).type == "cpu" and native.library() else "torch",
         "accelerator": _accelerator(torch.device(device)),
         "torch": torch.__version__,
         "transformers": _version("transformers"),
@@ -60,6 +63,8 @@ def caption(record: Mapping[str, Any]) -> str:
     if record["dtype"]:
         parts.append(str(record["dtype"]))
     parts.append(f"torch {record['torch']}")
+    if record.get("kernels") == "native":
+        parts.append("C++ kernels")
     return ", ".join(parts)
 
 

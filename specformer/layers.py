@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specformer import native
 from specformer.cache import KVStore, Window
 from specformer.errors import UserError
 
@@ -20,6 +21,18 @@ TRITON = find_spec("triton") is not None
 def kernel_serves(x: Tensor, weight: Tensor) -> bool:
     """Whether the Triton kernel takes x (..., groups, H) with weight (groups, H): on CUDA, up to 32 bits."""
     return TRITON and x.is_cuda and weight.dim() == 2 and x.dtype.itemsize <= 4
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., H) over its last dimension, times weight (H,); the mean square in float32, rounded once."""
+    if native.serves(x, weight):
+        return native.rms_norm(x, weight, eps)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, (..., I) each."""
+    return native.swiglu(gate, up) if native.serves(gate, up) else F.silu(gate) * up
 
 
 class RMSNorm(nn.Module):
@@ -40,6 +53,8 @@ class RMSNorm(nn.Module):
             from specformer.kernels import grouped_rms_norm  # needs triton
 
             return grouped_rms_norm(x, self.weight, self.eps)
+        if self.weight.dim() == 1 and native.serves(x, self.weight):
+            return native.rms_norm(x, self.weight, self.eps)
         # the cast matters under autocast: float32 scales would lift the whole stream to float32
         return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight.to(x.dtype)
 
@@ -54,7 +69,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(intermediate, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(swiglu(self.gate(x), self.up(x)))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,6 +79,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (`RotaryTable` makes it so), which turns "rotate half" into one roll.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def split_heads(
+    h: Tensor,
+    heads: int,
+    kv_heads: int,
+    scale: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One fused projection h (B, n, heads + 2 * kv_heads, D), which may be overwritten -> q (B, n, heads, D),
+    k and v (B, n, kv_heads, D). q and k: RMSNorm per head where there is a scale (heads + kv_heads, D), as in
+    Qwen3, then RoPE where there are cos and sin (`rotate`)."""
+    rotated = heads + kv_heads
+    if cos is not None and sin is not None and native.serves(h, cos) and h.shape[-1] in native.HEAD_SIZES:
+        native.rope_(h, cos, sin, rotated, scale, eps)
+        return h[:, :, :heads], h[:, :, heads:rotated], h[:, :, rotated:]
+    qk, v = h[:, :, :rotated], h[:, :, rotated:]
+    if scale is not None:
+        qk = F.rms_norm(qk, qk.shape[-1:], None, eps) * scale
+    if cos is not None and sin is not None:
+        qk = rotate(qk, cos, sin)
+    return qk[:, :, :heads], qk[:, :, heads:], v
 
 
 class RotaryTable:
@@ -101,15 +140,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def choose_attention(attention: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend of `ragged_attention` for a setting: "sdpa", "flash", or "auto", which is flash on a GPU in
-    bfloat16 or float16 where the package is installed, else sdpa.
+    """The backend of `ragged_attention` for a setting: "sdpa", "native", "flash", or "auto", which is native
+    on a CPU where its kernels can be built, flash on a GPU in bfloat16 or float16 where the package is
+    installed, else sdpa.
 
-    Raises UserError for an unknown name, and saying what flash lacks where it is asked for and cannot run.
+    Raises UserError for an unknown name, and saying what a backend that is asked for lacks where it cannot
+    run.
     """
     if attention not in ("auto", *BACKENDS):
         raise UserError(f"engine.attention: {attention!r} is not auto, {', '.join(BACKENDS)}")
     if attention == "sdpa":
         return "sdpa"
+    ready = device.type == "cpu" and native.library() is not None
+    if attention == "native" and not ready:
+        raise UserError(
+            f"engine.attention: native runs on a CPU with a C++ compiler (g++, clang++ or CXX), this is "
+            f"{device.type}{' without one' if native.compiler() is None else ''}: use auto or sdpa"
+        )
+    if attention in ("auto", "native") and ready:
+        return "native"
     lacks = None
     if device.type != "cuda":
         lacks = f"a CUDA device, and this runs on {device.type}: use auto or sdpa"
@@ -171,7 +220,18 @@ def _(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, rows: Tensor | N
     return q.new_empty(q.shape)
 
 
-BACKENDS = {"sdpa": _sdpa, "flash": _flash}
+def _native(q: Tensor, store: KVStore, layer: int, window: Window) -> Tensor:
+    """Our own kernel, for the few queries of a decode step; each row is read to its own length. Chunks of
+    prompts go to PyTorch's attention, which is made for them."""
+    kv = store.kv[layer]
+    many = q.shape[1] * q.shape[2] > native.MOST_QUERIES * store.kv_heads
+    if many or q.shape[3] not in native.HEAD_SIZES or not native.serves(q, kv):
+        return _sdpa(q, store, layer, window)
+    rows = None if isinstance(window.rows, slice) else window.rows
+    return native.attention(q if native.token_major(q) else q.contiguous(), kv, rows, window.positions)
+
+
+BACKENDS = {"sdpa": _sdpa, "native": _native, "flash": _flash}
 
 
 def ragged_attention(q: Tensor, store: KVStore, layer: int, window: Window) -> Tensor:

@@ -203,7 +203,7 @@ class EngineSection(Section):
     """Cache capacity of a row in tokens."""
     prefill_chunk: Count
     """Prompt tokens that one prefill call takes; at least 1."""
-    attention: Literal["auto", "sdpa", "flash"]
+    attention: Literal["auto", "sdpa", "native", "flash"]
     """How the cache is read: PyTorch's sdpa, flash-attn's cache kernel, or auto: flash where it can run."""
     compile: bool | Literal["auto"]
     """Compile the verify step: true, false, or auto: where the work is long enough to win back the time."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specformer.base import Base
 from specformer.cache import KVStore, Window
-from specformer.layers import RotaryTable, cached_attention, choose_attention, rotate
+from specformer.layers import RotaryTable, cached_attention, choose_attention, rms_norm, split_heads, swiglu
 from specformer.matmul import Linear, linear
 
 
@@ -85,7 +85,7 @@ class Head:
 
     def norm(self, x: Tensor) -> Tensor:
         """The LLM's final RMSNorm."""
-        return F.rms_norm(x, x.shape[-1:], self.norm_weight, self.eps)
+        return rms_norm(x, self.norm_weight, self.eps)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Pre-norm hidden states (..., H) -> logits (..., V') in the model's dtype."""
@@ -180,21 +180,14 @@ class Target:
         output, before the final norm (transformers' hidden_states[-1] is after it)."""
         B, n = ids.shape
         cos, sin = self.rotary.at(window.positions)
-        rotated = self.heads + self.kv_heads
         x = F.embedding(ids, self.embedding)
         states = {0: x}
         for i, layer in enumerate(self.layers):
-            h = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.norm, self.eps))
-            h = h.view(B, n, rotated + self.kv_heads, self.head_dim)
-            qk = h[:, :, :rotated]
-            if layer.q_k_norm is not None:
-                qk = F.rms_norm(qk, qk.shape[-1:], None, self.eps) * layer.q_k_norm
-            qk = rotate(qk, cos, sin)
-            q, k, v = qk[:, :, : self.heads], qk[:, :, self.heads :], h[:, :, rotated:]
+            h = layer.qkv(rms_norm(x, layer.norm, self.eps)).view(B, n, -1, self.head_dim)
+            q, k, v = split_heads(h, self.heads, self.kv_heads, layer.q_k_norm, cos, sin, self.eps)
             x = x + layer.out(cached_attention(q, k, v, store, i, window))
-            h = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.mlp_norm, self.eps))
-            gate, up = h.chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
+            gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.eps)).chunk(2, -1)
+            x = x + layer.down(swiglu(gate, up))
             if i + 1 in hooks:
                 states[i + 1] = x
         taps = torch.stack([states[i] for i in hooks], 2) if hooks else None

@@ -77,6 +77,16 @@ def test_the_limit_is_refused_with_the_sizes():
     assert store.capacity == 20
 
 
+def test_a_window_beyond_the_capacity_is_refused():
+    """The C++ kernel would write into another row's memory."""
+    store = KVStore(1, 2, 2, 16, 64, torch.float32, torch.device("cpu"), step=16)
+    store.ensure(16)
+    k = torch.ones(2, 1, 2, 16)
+    window = Window.at(slice(0, 2), torch.tensor([3, 16]), 1, 17, torch.float32, fresh=False)
+    with torch.no_grad(), pytest.raises(ValueError, match="room for 16 tokens a row, the window ends at 17"):
+        store.write(0, window, k, k)
+
+
 def test_move_copies_one_row_and_only_its_length():
     store = new_store()
     fill(store, slice(0, 3), torch.tensor([0, 0, 0]), 8)

@@ -59,7 +59,6 @@ def test_auto_takes_flash_where_it_can_run(flash_calls, monkeypatch):
     assert choose_attention("auto", CUDA, torch.bfloat16) == "flash"
     assert choose_attention("flash", CUDA, torch.float16) == "flash"
     assert choose_attention("auto", CUDA, torch.float32) == "sdpa"
-    assert choose_attention("auto", CPU, torch.bfloat16) == "sdpa"
     assert choose_attention("sdpa", CUDA, torch.bfloat16) == "sdpa"
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     assert choose_attention("auto", CUDA, torch.bfloat16) == "sdpa"
@@ -68,7 +67,7 @@ def test_auto_takes_flash_where_it_can_run(flash_calls, monkeypatch):
 
 
 def test_a_backend_that_cannot_run_says_what_it_lacks(tiny_llama):
-    with pytest.raises(UserError, match="engine.attention: 'paged' is not auto, sdpa, flash"):
+    with pytest.raises(UserError, match="engine.attention: 'paged' is not auto, sdpa, native, flash"):
         Engine(tiny_llama, attention="paged", max_length=64)
     with pytest.raises(UserError, match="flash needs a CUDA device, and this runs on cpu"):
         Engine(tiny_llama, attention="flash", max_length=64)

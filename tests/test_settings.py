@@ -99,7 +99,7 @@ def test_settings_are_frozen():
         ({"ablate.k": 5}, ["ablate.k = 5", "draft.draft_length = 4"]),
         ({"engine.max_length": 100}, ["distill.max_new_tokens = 16", "leaves 0 after"]),
         ({"engine.max_length": 200}, ["scale.max_new_tokens = 8", "leaves 4 after"]),
-        ({"engine.attention": "flsh"}, ["engine.attention = 'flsh'", "'sdpa' or 'flash'"]),
+        ({"engine.attention": "flsh"}, ["engine.attention = 'flsh'", "'native' or 'flash'"]),
         ({"engine.compile": "always"}, ["engine.compile = 'always'", "true, false, or auto"]),
         ({"seed": -1}, ["seed = -1"]),
         ({"distill": None}, ["distill = None"]),

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from specformer.base import Base
 from specformer.cache import KVStore, Window
 from specformer.drafts.interface import Choose, Draft, DraftConfig, register
-from specformer.layers import RMSNorm, SwiGLU, cached_attention, causal_attention, ragged_attention, rotate
+from specformer.layers import (
+    RMSNorm,
+    SwiGLU,
+    cached_attention,
+    causal_attention,
+    ragged_attention,
+    split_heads,
+)
 from specformer.target import Target, fresh_window
 
 # FlashAttention-2 refuses batches above 4095; the draft attention's batch is every anchor of a batch.
@@ -41,13 +48,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, n, H) -> q (B, n, Hq, D), k and v (B, n, Hkv, D); RoPE where cos and sin are given."""
         h = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)
-        qk, v = h.split((self.heads + self.kv_heads, self.kv_heads), 2)
-        if self.q_k_norm is not None:
-            qk = F.rms_norm(qk, qk.shape[-1:], None, self.eps) * self.q_k_norm
-        if cos is not None and sin is not None:
-            qk = rotate(qk, cos, sin)
-        q, k = qk.split((self.heads, self.kv_heads), 2)
-        return q, k, v
+        return split_heads(h, self.heads, self.kv_heads, self.q_k_norm, cos, sin, self.eps)
 
     def copy_from(self, layer: Any) -> None:
         """The base layer's projections; the output starts at zero, so the block starts as the identity."""
