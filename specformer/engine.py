@@ -26,6 +26,10 @@ from specformer.target import Target, pack_linears
 
 FinishReason = Literal["stop", "stop_string", "length"]
 
+PASS_COST = (32, 512)
+"""What one more pass of prefill costs, in tokens of padding: on a CPU (measured: SmolLM2-135M streams its
+weights in the time of some 30 tokens) and elsewhere (a guess)."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -306,12 +310,13 @@ class Engine:
             }
             if not left or (others and spent >= self.prefill_chunk):
                 return
-            # longest first: rows of one pass have similar lengths, so little of it is padding
             order = sorted(left, key=lambda s: -left[s])
             n = min(left[order[0]], self.prefill_chunk)
             # padded to n, a row near its limit would run over the cache's end: it comes in a later pass
             fitting = [s for s in order if slots[s].prefilled + n <= self.store.limit]
-            chosen = fitting[: max(1, self.prefill_chunk // n)]
+            # and so does one that would cost more as padding than a pass more does
+            close = [s for s in fitting if n - left[s] <= PASS_COST[self.base.device.type != "cpu"]]
+            chosen = close[: max(1, self.prefill_chunk // n)]
             spent += n * len(chosen)
             with self._timed("prefill"):
                 self._prefill_pass(slots, chosen, n)

@@ -317,6 +317,22 @@ def test_chunked_prefill_equals_unchunked(nano, chunk, k):
     assert engine.stats.requests == 14
 
 
+def test_prompts_are_prefilled_with_those_of_similar_length(nano, monkeypatch):
+    passes = []
+    original = Engine._prefill_pass
+    monkeypatch.setattr(
+        Engine,
+        "_prefill_pass",
+        lambda self, slots, chosen, n: (
+            passes.append((n, [len(slots[s].request.prompt_ids) for s in chosen])),
+            original(self, slots, chosen, n),
+        )[1],
+    )
+    requests = [Request(str(n), [5] * n, 1) for n in (3, 90, 60, 59, 1, 70)]
+    run(nano, requests, batch_size=6, max_length=96)
+    assert passes == [(90, [90, 70, 60, 59]), (3, [3, 1])]
+
+
 def test_chunked_prefill_beside_a_nearly_full_row(nano):
     """A row whose prompt ends at its limit, and a newcomer with a longer rest: the pass is not padded past
     the cache's end."""
