@@ -39,6 +39,9 @@ class Timing:
 
 System = Callable[[Sequence[Request]], Timing]
 
+FEWEST = 4
+"""Requests of a round at the least: one prompt would decide a batch of one."""
+
 
 def ours(engine: Engine) -> System:
     """Our engine; all requests at once, slots refilled as they become free."""
@@ -213,18 +216,21 @@ def bench_engine(
     compile: bool | str = False,
     vllm_python: str | None = None,
     folder: Path | None = None,
+    keep: Callable[[pd.DataFrame], None] = lambda table: None,
 ) -> pd.DataFrame:
     """Time our k = 0 and k > 0, transformers' generate, its prompt lookup (batch 1) and vLLM where named.
 
-    A round decodes `waves` times the batch size of requests with every system in turn, the order reversed
-    every second round; the first round is for warming up and is dropped. Returns a row per system and batch
-    size: tps_median, tps_min, tps_max, ratios of medians, kappa, theta, draft_share, and efficiency: measured
-    speedup / (kappa * t(1) / t(k + 1)), with t the bare forward of the base timed in the same rounds.
+    A round decodes `waves` times the batch size of requests, and not less than FEWEST, with every system in
+    turn, the order reversed every second round; the first round is for warming up and is dropped. Returns a
+    row per system and batch size, and hands what it has to `keep` after each batch size: tps_median, tps_min,
+    tps_max, ratios of medians, kappa, theta, draft_share, and efficiency: measured speedup /
+    (kappa * t(1) / t(k + 1)), with t the bare forward of the base timed in the same rounds.
     """
     machine = hardware.describe(base.dtype, base.device)
     target = Target(base, max_length + k + 1)
     rows = []
-    total = sum(b * waves for b in batch_sizes) * (rounds + 1)
+    answers = {b: max(b * waves, FEWEST) for b in batch_sizes}
+    total = sum(answers.values()) * (rounds + 1)
     with Progress("bench engine", total, "answers a system") as bar:
         for batch_size in batch_sizes:
             options: dict[str, Any] = {
@@ -253,7 +259,7 @@ def bench_engine(
             timings: dict[tuple[str, int], list[Timing]] = {key: [] for key in systems}
             forwards: dict[int, list[float]] = {1: [], k + 1: []}
             for r in range(rounds + 1):
-                chosen = take(requests, r * batch_size * waves, batch_size * waves)
+                chosen = take(requests, r * answers[batch_size], answers[batch_size])
                 keys = list(systems) if r % 2 == 0 else list(reversed(systems))
                 for key in keys:
                     timing = systems[key](chosen)
@@ -262,10 +268,11 @@ def bench_engine(
                 for n, seconds in bare_forwards(target, chosen, batch_size, (1, k + 1)).items():
                     if r > 0:
                         forwards[n].append(seconds)
-                bar.advance(batch_size * waves, f"batch {batch_size}")
+                bar.advance(answers[batch_size], f"batch {batch_size}")
             if ("vllm", 0) in systems:
                 systems["vllm", 0].close()
             rows += summarise(timings, forwards, batch_size, machine)
+            keep(pd.DataFrame(rows))
     return pd.DataFrame(rows)
 
 
@@ -320,5 +327,7 @@ def summarise(
                 "efficiency": speedup / ideal,
                 "draft_share": sum(t.draft_share for t in runs) / len(runs),
             }
-        rows.append(row | {"rounds": len(runs), "cpu": machine["cpu"], "threads": machine["threads"]})
+        rows.append(
+            row | {"rounds": len(runs)} | {key: machine[key] for key in ("cpu", "threads", "kernels")}
+        )
     return rows

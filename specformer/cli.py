@@ -289,7 +289,7 @@ def bench_engine(
     draft: Annotated[
         Path | None, typer.Option(help="Draft folder; default: the profile's best, else the packaged one.")
     ] = None,
-    waves: Annotated[int, typer.Option(help="Requests of a round, in batches.")] = 2,
+    waves: Annotated[int, typer.Option(help="Requests of a round, in batches.")] = 1,
     vllm_python: Annotated[str | None, typer.Option(help="Python of an environment with vLLM.")] = None,
 ) -> None:
     """Our k = 0 and SpecFormer against transformers, its prompt lookup, and vLLM where it is named."""
@@ -308,6 +308,7 @@ def bench_engine(
     rows = [row | {"set": "dialogues"} for row in rows]
     requests = evaluation_requests(rows, lambda m: encode_prompt(llm.tokenizer, m), max_new_tokens)
     requests = [r for r in requests if 20 <= len(r.prompt_ids) <= 200]
+    path = run.paths.results / "engine_bench.csv"
     table = bench_engine(
         llm,
         model,
@@ -321,16 +322,15 @@ def bench_engine(
         waves=waves,
         vllm_python=vllm_python,
         folder=run.paths.base,
+        keep=lambda table: write_text(table.to_csv(index=False, float_format="%.4f"), path),
     )
-    path = run.paths.results / "engine_bench.csv"
-    write_text(table.to_csv(index=False, float_format="%.4f"), path)
     machine = hardware.caption(hardware.describe(llm.dtype, llm.device))
     figures.engine_ratios(
         table,
         run.paths.figures / "engine",
         caption=f"{llm.name}, {max_new_tokens} new tokens, {rounds} rounds; {machine}.",
     )
-    shown = table.drop(columns=["cpu", "dtype", "threads", "rounds"])
+    shown = table.drop(columns=["cpu", "dtype", "threads", "kernels", "rounds"])
     print(shown.to_string(index=False, float_format=lambda x: f"{x:.2f}", na_rep=""))
 
 

@@ -59,7 +59,7 @@ def test_ratios_theta_and_efficiency():
         ("vllm", 0): [Timing(100, 1.25)] * 3,
     }
     forwards = {1: [0.9, 1.0, 5.0], 5: [1.2, 1.2, 1.2]}
-    machine = {"dtype": "bfloat16", "cpu": "x", "threads": 2}
+    machine = {"dtype": "bfloat16", "cpu": "x", "threads": 2, "kernels": "native"}
     rows = {(r["system"], r["k"]): r for r in summarise(timings, forwards, 4, machine)}
     plain, drafted = rows["specformer", 0], rows["specformer", 4]
     assert (plain["tps_median"], plain["tps_min"], plain["tps_max"]) == (100, 50, 100)
@@ -73,10 +73,19 @@ def test_ratios_theta_and_efficiency():
 
 
 def test_a_whole_run_has_a_row_for_every_system_and_batch(tiny_llama, requests):
-    draft = perturbed_specformer(tiny_llama)
+    draft, kept = perturbed_specformer(tiny_llama), []
     table = bench_engine(
-        tiny_llama, draft, requests, batch_sizes=[1, 2], k=2, rounds=1, waves=3, max_length=96
+        tiny_llama,
+        draft,
+        requests,
+        batch_sizes=[1, 2],
+        k=2,
+        rounds=1,
+        waves=3,
+        max_length=96,
+        keep=kept.append,
     )
+    assert [sorted(set(part["batch_size"])) for part in kept] == [[1], [1, 2]], "kept as it goes"
     keys = set(zip(table["system"], table["batch_size"], table["k"], strict=True))
     assert {("specformer", b, k) for b in (1, 2) for k in (0, 2)} <= keys
     assert {("transformers", 1, 0), ("transformers", 2, 0), ("transformers prompt lookup", 1, 2)} <= keys
