@@ -94,9 +94,10 @@ def split_heads(
     k and v (B, n, kv_heads, D). q and k: RMSNorm per head where there is a scale (heads + kv_heads, D), as in
     Qwen3, then RoPE where there are cos and sin (`rotate`)."""
     rotated = heads + kv_heads
-    if cos is not None and sin is not None and native.serves(h, cos) and h.shape[-1] in native.HEAD_SIZES:
-        native.rope_(h, cos, sin, rotated, scale, eps)
-        return h[:, :, :heads], h[:, :, heads:rotated], h[:, :, rotated:]
+    if cos is not None and sin is not None and native.serves(h, cos):
+        if h.shape[-1] in native.HEAD_SIZES and (scale is None or scale.dtype == h.dtype):
+            native.rope_(h, cos, sin, rotated, scale, eps)
+            return h[:, :, :heads], h[:, :, heads:rotated], h[:, :, rotated:]
     qk, v = h[:, :, :rotated], h[:, :, rotated:]
     if scale is not None:
         qk = F.rms_norm(qk, qk.shape[-1:], None, eps) * scale
