@@ -188,11 +188,12 @@ def run_stage(name: str, profile: str, root: Path | None = None) -> None:
 def _work(name: str, run: Run) -> None:
     if name in NOTEBOOKS:
         notebook = f"{NOTEBOOKS[name]}.ipynb"
-        run_notebook(
-            run.root / "notebooks" / notebook,
-            run.paths.results / "notebooks" / notebook,
-            {"profile": run.profile},
-        )
+        executed = run.paths.results / "notebooks" / notebook
+        run_notebook(run.root / "notebooks" / notebook, executed, {"profile": run.profile})
+        if name == "report":
+            from specformer.report import write_page
+
+            write_page(executed, run.paths.results / "report.html")
     else:
         {"fetch": _fetch, "base": _base, "corpus": _corpus, "code": _code}[name](run)
 

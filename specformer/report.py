@@ -1,88 +1,236 @@
-"""What the report says of the paper's claims, from the tables alone."""
+"""What the report says of the paper's claims, from the tables alone, and the page that it is read on."""
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from specformer.tables import paper_table
+from specformer.tables import paper_table, write_text
 
 if TYPE_CHECKING:
     from great_tables import GT
 
 METHOD = "specformer"
+RIVALS = ("hass", "eagle3")
+FREE = 1.1
+"""A pass that takes at most this much longer than one of a single token verifies its tokens for free."""
 STEADY = 0.15
 """How far the speedup may move between batch sizes, as a share of its largest value, to be called steady."""
+NEAR = 0.9
+"""A speedup of at least this share of the paper's, in the same cell of the table, is as high."""
+SHARED = 0.1
+"""Weights of one draft position, as a share of those that all positions share, up to which they are few."""
 PACKAGES = ("specformer", "torch", "transformers", "accelerate", "dvc")
+VERDICTS = {True: "reproduced", False: "not reproduced", None: "not tested here"}
 
 
-def claims(table1: pd.DataFrame, table2: pd.DataFrame) -> pd.DataFrame:
-    """The paper's claims that Tables 1 and 2 can speak to.
+@dataclass(frozen=True)
+class Check:
+    """One thing that a claim says, asked of the tables.
 
-    table1, table2: as `tables.build_table1` and `build_table2` make them. Returns a row a claim: claim,
-    paper and ours (the numbers, in words), holds (bool: what the claim says is true of our numbers; how far
-    they are from the paper's is in the tables). The claim on batch sizes needs two of them, else it is left
-    out.
+    asks: the question, with its tolerance; paper, ours: the numbers, in words; holds: the answer, None where
+    this run cannot tell, and `ours` then says what is missing; source: the file that the numbers are in.
     """
-    paper1, paper2 = paper_table(1), paper_table(2).set_index("variant")
-    ours1 = table1.loc[table1["method"] == METHOD]
-    theirs1 = paper1.loc[paper1["method"] == METHOD]
-    ours2 = table2.set_index("variant")
-    rows = [
-        (
-            "Drafting is faster than plain decoding at every batch size and k.",
-            f"speedup {_range(theirs1['speedup'])}",
-            f"speedup {_range(ours1['speedup'])}",
-            bool((ours1["speedup"] > 1).all()),
-        )
+
+    asks: str
+    paper: str
+    ours: str
+    holds: bool | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper. It is reproduced when all of its checks that this run can tell hold."""
+
+    number: int
+    text: str
+    checks: tuple[Check, ...]
+
+    @property
+    def verdict(self) -> str:
+        told = [check.holds for check in self.checks if check.holds is not None]
+        return VERDICTS[all(told) if told else None]
+
+
+def claims(
+    table1: pd.DataFrame, table2: pd.DataFrame, forwards: pd.DataFrame, architecture: dict[str, Any]
+) -> list[Claim]:
+    """The paper's six claims and what this run says of each.
+
+    table1, table2: as `tables.build_table1` and `build_table2` make them; forwards: seconds of bare forward
+    passes (columns batch_size, tokens_per_request, seconds), Figure 1's; architecture: m_s and m_p, weights.
+    """
+    return [
+        Claim(1, "Batching uses up the idle compute that drafts are verified with.", (_budget(forwards),)),
+        Claim(
+            2,
+            "SpecFormer drafts in one pass, with weights that the draft positions mostly share.",
+            (_weights(architecture), _absent(table1, "Its rivals' cost grows with k.", "table1.csv")),
+        ),
+        Claim(
+            3, "It decodes about 1.8 times as fast at every batch size, more than its rivals.", _speed(table1)
+        ),
+        Claim(4, "Without self-distillation there is no speedup.", _self_distillation(table2)),
+        Claim(
+            5,
+            "Larger bases accept less, and lose less to the draft's own cost.",
+            (Check("kappa and theta fall from 4B to 14B.", "", "one base LLM in this run", None, "table3"),),
+        ),
+        Claim(
+            6,
+            "Bidirectional draft attention helps a little, the positional FFN more, a larger draft most.",
+            (Check("kappa in the order of Table 4.", "", "Table 4 was not run", None, "table4"),),
+        ),
     ]
-    if ours1["batch_size"].nunique() > 1:
-        drops, paper_drops = _movement(ours1), _movement(theirs1)
-        rows.append(
-            (
-                "The speedup is the same at small and large batch.",
-                f"moves by {paper_drops:.0%}, batch {_span(theirs1['batch_size'])}",
-                f"moves by {drops:.0%}, batch {_span(ours1['batch_size'])}",
-                drops <= STEADY,
-            )
-        )
-    without, with_it = ours2.loc["no_self_distill"], ours2.loc["self_distill"]
-    rows += [
-        (
+
+
+def free_tokens(forwards: pd.DataFrame) -> pd.Series:
+    """batch size -> the most tokens a request whose pass costs at most FREE times that of one token."""
+    medians = forwards.groupby(["batch_size", "tokens_per_request"])["seconds"].median().unstack()
+    cheap = medians.le(FREE * medians[1], axis=0)
+    return cheap.apply(lambda row: max(n for n, yes in row.items() if yes), axis=1).astype(int)
+
+
+def _budget(forwards: pd.DataFrame) -> Check:
+    free = free_tokens(forwards)
+    told = ", ".join(f"{n} at batch {b}" for b, n in free.items())
+    return Check(
+        f"Fewer tokens a request are free (a pass within {FREE:.0%} of one token's) the larger the batch.",
+        "k <= rho / batch size",
+        told,
+        bool(free.is_monotonic_decreasing and free.iloc[-1] < free.iloc[0]) if len(free) > 1 else None,
+        "figure1.csv",
+    )
+
+
+def _weights(architecture: dict[str, Any]) -> Check:
+    shared, own = architecture["m_s"], architecture["m_p"]
+    return Check(
+        f"A draft position's own weights are at most {SHARED:.0%} of the shared ones.",
+        "mostly shared",
+        f"{own / 1e6:.2f}M a position, {shared / 1e6:.2f}M shared",
+        own <= SHARED * shared,
+        "architecture.json",
+    )
+
+
+def _absent(table1: pd.DataFrame, asks: str, source: str) -> Check:
+    return Check(asks, "", f"none of {', '.join(RIVALS)} was run", None, source)
+
+
+def _speed(table1: pd.DataFrame) -> tuple[Check, ...]:
+    paper, keys = paper_table(1), ["batch_size", "k"]
+    ours, theirs = (t.loc[t["method"] == METHOD].set_index(keys)["speedup"] for t in (table1, paper))
+    cells = ours.index.intersection(theirs.index)
+    high = Check(
+        f"The speedup is at least {NEAR:.0%} of the paper's at the same batch size and k.",
+        _range(theirs[cells]),
+        _range(ours[cells]),
+        bool((ours[cells] >= NEAR * theirs[cells]).all()) if len(cells) else None,
+        "table1.csv",
+    )
+    faster = Check(
+        "Drafting is faster than plain decoding in every cell.",
+        _range(theirs),
+        _range(ours),
+        bool((ours > 1).all()),
+        "table1.csv",
+    )
+    moves, paper_moves = _movement(ours), _movement(theirs)
+    steady = Check(
+        f"The speedup moves by at most {STEADY:.0%} between batch sizes.",
+        f"by {paper_moves:.0%}, batch {_span(theirs)}",
+        f"by {moves:.0%}, batch {_span(ours)}",
+        moves <= STEADY if ours.index.get_level_values("batch_size").nunique() > 1 else None,
+        "table1.csv",
+    )
+    return faster, high, steady, _absent(table1, "It is faster than HASS and EAGLE-3.", "table1.csv")
+
+
+def _self_distillation(table2: pd.DataFrame) -> tuple[Check, ...]:
+    paper, ours = paper_table(2).set_index("variant"), table2.set_index("variant")
+    (without, with_it), (paper_without, paper_with) = (
+        (t.loc["no_self_distill"], t.loc["self_distill"]) for t in (ours, paper)
+    )
+    return (
+        Check(
             "Self-distillation yields more tokens per step.",
-            f"{paper2.loc['self_distill', 'kappa']:.2f} against {paper2.loc['no_self_distill', 'kappa']:.2f}",
+            f"{paper_with['kappa']:.2f} against {paper_without['kappa']:.2f}",
             f"{with_it['kappa']:.2f} against {without['kappa']:.2f}",
             bool(with_it["kappa"] > without["kappa"]),
+            "table2.csv",
         ),
-        (
-            "Without self-distillation there is no speedup.",
-            f"{paper2.loc['no_self_distill', 'speedup']:.2f}",
-            f"{without['speedup']:.2f}",
+        Check(
+            "Without it drafting is no faster than plain decoding.",
+            f"speedup {paper_without['speedup']:.2f}",
+            f"speedup {without['speedup']:.2f}",
             bool(without["speedup"] <= 1),
+            "table2.csv",
         ),
-        (
-            "With self-distillation there is one.",
-            f"{paper2.loc['self_distill', 'speedup']:.2f}",
-            f"{with_it['speedup']:.2f}",
+        Check(
+            "With it drafting is faster.",
+            f"speedup {paper_with['speedup']:.2f}",
+            f"speedup {with_it['speedup']:.2f}",
             bool(with_it["speedup"] > 1),
+            "table2.csv",
         ),
-    ]
-    return pd.DataFrame(rows, columns=["claim", "paper", "ours", "holds"])
+    )
 
 
-def claims_table(found: pd.DataFrame, *, title: str, caption: str) -> GT:
-    """`claims()` as HTML for a notebook."""
+def write_claims(found: Sequence[Claim], path: Path) -> None:
+    """The ledger as JSON: number, text, verdict and checks of each claim."""
+    records = [asdict(claim) | {"verdict": claim.verdict} for claim in found]
+    write_text(json.dumps(records, indent=2) + "\n", path)
+
+
+def claims_table(found: Sequence[Claim], *, title: str, caption: str) -> GT:
+    """The ledger as HTML for a notebook: a group of rows for each claim."""
     from great_tables import GT
 
-    shown = found.assign(holds=["holds" if holds else "does not hold" for holds in found["holds"]])
-    table = GT(shown, id="claims").tab_header(title=title, subtitle=caption)
+    rows = [
+        {
+            "claim": f"{claim.number}. {claim.text} {claim.verdict.upper()}",
+            "asks": check.asks,
+            "paper": check.paper,
+            "ours": check.ours,
+            "holds": {True: "yes", False: "no", None: "cannot tell"}[check.holds],
+        }
+        for claim in found
+        for check in claim.checks
+    ]
+    table = GT(pd.DataFrame(rows), id="claims", groupname_col="claim")
+    table = table.tab_header(title=title, subtitle=caption)
     return table.cols_label(
-        cases={"claim": "claim", "paper": "the paper", "ours": "ours", "holds": "verdict"}
+        cases={"asks": "what is asked", "paper": "the paper", "ours": "ours", "holds": "so?"}
     )
+
+
+def write_page(notebook: Path, page: Path) -> None:
+    """An executed notebook as one HTML file: text, tables and figures, no code, nothing fetched."""
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    content = nbformat.read(notebook, as_version=4)
+    for i, cell in enumerate(content.cells):
+        cell.id = str(i)  # papermill's own cell has another name each time
+    nothing = {f"{name}_url": "" for name in ("jquery", "require_js", "mathjax", "mermaid_js")}
+    exporter = HTMLExporter(
+        exclude_input=True,
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        embed_images=True,
+        **nothing,
+    )
+    body, _ = exporter.from_notebook_node(content, {"metadata": {"name": "specformer"}})
+    write_text(body, page)
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -90,15 +238,16 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
-def _movement(rows: pd.DataFrame) -> float:
-    """The largest spread of the speedup over batch sizes at one k, as a share of its largest value."""
-    by_k = rows.groupby("k")["speedup"].agg(["min", "max"])
+def _movement(speedup: pd.Series) -> float:
+    """The largest spread of a speedup by (batch size, k) over batch sizes, as a share of its largest."""
+    by_k = speedup.groupby("k").agg(["min", "max"])
     return max(1 - low / high for low, high in zip(by_k["min"], by_k["max"], strict=True))
 
 
 def _range(values: pd.Series) -> str:
-    return f"{values.min():.2f} to {values.max():.2f}"
+    return f"{values.min():.2f} to {values.max():.2f}" if len(values) else ""
 
 
-def _span(values: pd.Series) -> str:
-    return f"{values.min()} to {values.max()}"
+def _span(speedup: pd.Series) -> str:
+    sizes = speedup.index.get_level_values("batch_size")
+    return f"{sizes.min()} to {sizes.max()}"
