@@ -195,9 +195,7 @@ class Engine:
         if self.draft is not None:
             self.hooks = self.draft.hooks
             pack_linears(self.draft)
-            if self.draft.cache_layers:
-                layers = self.draft.cache_layers
-                self.draft_store = self.target.new_store(batch_size, limit, layers, attention)
+            self.draft_store = self.draft.new_store(self.target, batch_size, limit, attention)
         self.stats = EngineStats()
         self.compile, self._declined = choose_compile(compile), False
         self._compiled: CompiledVerify | None = None
@@ -294,7 +292,8 @@ class Engine:
     def _ensure(self, tokens: int) -> None:
         self.store.ensure(tokens)
         if self.draft_store is not None:
-            self.draft_store.ensure(tokens)
+            # a chain writes its own tokens behind the verified ones
+            self.draft_store.ensure(min(tokens + self.k, self.draft_store.limit))
 
     # ---------------------------------------------------------------- prefill
 
@@ -448,8 +447,10 @@ class Engine:
     ) -> None:
         """Have the draft model fill the rows' next drafts. uncommitted (B,): tokens of each row that are
         chosen but not in its result yet, so that the first draft is for the token after them."""
-        if self.draft is None or taps is None:
+        if self.draft is None:
             return
+        if taps is None:  # it reads no hidden states
+            taps = torch.empty(*following.shape, 0, self.target.config.hidden_size, device=following.device)
         head = self.draft.head(self.target)
 
         def choose(logits: Tensor, j: int) -> Tensor:

@@ -140,6 +140,28 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
+def chain_attention(
+    q: Tensor, k: Tensor, v: Tensor, at: Tensor, chain: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Attention of draft chains, each from its own anchor: a chain sees its row's text up to the anchor, and
+    itself.
+
+    q (B, A, Hq, D): a query of each of the A chains of a row; k and v (B, T, Hkv, D): the text's; at (B, A)
+    int64: the anchors; chain: keys and values (B, A, Hkv, D) of each place of the chains up to the query's.
+    -> (B, A, Hq * D); softmax in float32. Holds B x Hq x A x (T + chain) scores.
+    """
+    T, own = k.shape[1], [torch.stack(part, 2) for part in zip(*chain, strict=True)]
+    q = q.unflatten(2, (k.shape[2], -1)) * q.shape[-1] ** -0.5
+    text = torch.einsum("bahgd,bthd->bahgt", q, k)
+    later = torch.arange(T, device=q.device) > at[:, :, None]
+    text = text.masked_fill(later[:, :, None, None], float("-inf"))
+    scores = torch.cat((text, torch.einsum("bahgd,bashd->bahgs", q, own[0])), -1)
+    of_text, of_chain = scores.float().softmax(-1).to(v.dtype).split((T, len(chain)), -1)
+    mixed = torch.einsum("bahgt,bthd->bahgd", of_text, v)
+    mixed = mixed + torch.einsum("bahgs,bashd->bahgd", of_chain, own[1])
+    return mixed.flatten(2)
+
+
 def choose_attention(attention: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend of `ragged_attention` for a setting: "sdpa", "native", "flash", or "auto", which is native
     on a CPU where its kernels can be built, flash on a GPU in bfloat16 or float16 where the package is

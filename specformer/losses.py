@@ -39,12 +39,14 @@ class HeadLoss:
     """What one pass over the LM head yields, summed, not averaged.
 
     loss: sum over labels of weight * cross-entropy (float64, a number); grad (N, l_d, H): its gradient by the
-    draft's output; correct, count (l_d,) int64: labels whose argmax was right, labels there were (with those
-    outside the draft vocabulary, which are never right).
+    draft's output; weight_grad (V', H) float32: by the weight of a trainable head, else None; correct, count
+    (l_d,) int64: labels whose argmax was right, labels there were (with those outside the draft vocabulary,
+    which are never right).
     """
 
     loss: float
     grad: Tensor
+    weight_grad: Tensor | None
     correct: Tensor
     count: Tensor
 
@@ -57,15 +59,17 @@ def head_loss(
     soft: SoftLabels | None = None,
     chunk: int = CHUNK,
 ) -> HeadLoss:
-    """Cross-entropy of draft hidden states through the base's frozen final norm and LM head (Equation 6b).
+    """Cross-entropy of draft hidden states through a final norm and LM head, frozen unless the head is the
+    draft's own (Equation 6b).
 
     hidden (N, l_d, H), before the final norm; labels (N, l_d) int64, `head.to_index` of the text's tokens:
     NONE where the text has ended and OUTSIDE the draft vocabulary there is nothing to learn; weights (l_d,)
     float32, a factor per position. With `soft` the target is the base's own distribution instead of the
-    text's token. Matmuls in the base's dtype; softmax is reduced in float32.
+    text's token. Matmuls in the head's dtype; softmax is reduced in float32.
     """
     length, dtype = hidden.shape[1], head.weight.dtype
     grad = torch.zeros_like(hidden)
+    weight_grad = torch.zeros_like(head.weight, dtype=torch.float32) if head.trainable else None
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
     correct = torch.zeros(length, dtype=torch.long, device=hidden.device)
     for j in range(length):
@@ -84,8 +88,10 @@ def head_loss(
                     wanted, share = soft.index[rows, j].clamp(min=0), soft.probability[rows, j]
                 # bfloat16 and float32 reach down to 1e-38: no probability of a label is lost before the log
                 loss -= weights[j] * (share * p.gather(-1, wanted).double().clamp_min(1e-38).log()).sum()
-                p.scatter_add_(-1, wanted, -share.to(dtype))  # softmax minus target: the logits' gradient
+                p.scatter_add_(-1, wanted, -share.to(p.dtype))  # softmax minus target: the logits' gradient
+                if weight_grad is not None:
+                    weight_grad += weights[j] * (p.T @ normed.detach().to(p.dtype))
                 normed.backward(p @ head.weight)
             assert x.grad is not None
             grad[rows, j] = (weights[j] * x.grad).to(grad.dtype)
-    return HeadLoss(float(loss), grad, correct, (labels != NONE).sum(0))
+    return HeadLoss(float(loss), grad, weight_grad, correct, (labels != NONE).sum(0))

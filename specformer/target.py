@@ -69,22 +69,34 @@ OUTSIDE = -1
 
 
 class Head:
-    """A base LLM's final norm and LM head, whole or cut to the rows of a draft vocabulary.
+    """A final norm and LM head: a base LLM's, whole or cut to a draft vocabulary, or a draft model's own.
 
-    vocabulary: token ids (V',) int64, distinct, in the order of the logits, or None for all of them.
+    norm (H,): scales of the final norm, None for none; weight (V', H); vocabulary: token ids (V',) int64,
+    distinct, in the order of the logits, or None for all; tokens: V; matmul: runs the weight (default:
+    `matmul.linear`); trainable: whether the weight learns with the draft.
     """
 
-    def __init__(self, norm: Tensor, eps: float, weight: Tensor, vocabulary: Tensor | None = None):
-        self.norm_weight, self.eps, self.vocabulary = norm, eps, vocabulary
-        self.tokens = weight.shape[0]
-        self.weight = weight if vocabulary is None else weight[vocabulary]
-        self.matmul = linear(self.weight)
+    def __init__(
+        self,
+        norm: Tensor | None,
+        eps: float,
+        weight: Tensor,
+        vocabulary: Tensor | None = None,
+        tokens: int | None = None,
+        matmul: Linear | None = None,
+        trainable: bool = False,
+    ):
+        self.norm_weight, self.eps, self.weight, self.vocabulary = norm, eps, weight, vocabulary
+        self.tokens, self.trainable = tokens or weight.shape[0], trainable
+        self.matmul = matmul or linear(weight)
         if vocabulary is not None:
             self._index = torch.full((self.tokens,), OUTSIDE, device=weight.device)
             self._index[vocabulary] = torch.arange(len(vocabulary), device=weight.device)
 
     def norm(self, x: Tensor) -> Tensor:
-        """The LLM's final RMSNorm."""
+        """The final RMSNorm, or x itself without one."""
+        if self.norm_weight is None:
+            return x
         return rms_norm(x, self.norm_weight, self.eps)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -160,9 +172,13 @@ class Target:
             count, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device, attention=backend
         )
 
-    def cut_head(self, vocabulary: Tensor) -> Head:
-        """The LM head over a draft vocabulary (V',) alone; its rows are copied."""
-        return Head(self.head.norm_weight, self.eps, self.head.weight, vocabulary)
+    def cut_head(self, vocabulary: Tensor | None, norm: bool = True) -> Head:
+        """The LM head over a draft vocabulary (V',) alone, whose rows are copied (None: all of it); norm:
+        behind the final norm, or bare."""
+        scales, whole = self.head.norm_weight if norm else None, self.head
+        if vocabulary is None:
+            return Head(scales, self.eps, whole.weight, matmul=whole.matmul)
+        return Head(scales, self.eps, whole.weight[vocabulary], vocabulary, whole.tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Pre-norm hidden states (..., H) -> logits (..., V) through the final norm and LM head, in the

@@ -3,7 +3,8 @@
 A step takes `sequences_per_step` dialogues, sorted by length into right-padded micro-batches. The base runs
 without attention mask (causal attention makes right padding harmless). The loss is the mean over draft
 positions of the mean cross-entropy at that position (Equation 6b), over all labels of the step, so neither
-padding nor the split into micro-batches nor the number of processes changes it.
+padding nor the split into micro-batches nor the number of processes changes it. A draft may add a loss of its
+own features, averaged alike.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from specformer.base import DTYPES, Base
 from specformer.drafts.interface import Draft
 from specformer.errors import UserError
 from specformer.hidden import GIB, HiddenStates, Teaching
-from specformer.losses import NONE, SoftLabels, head_loss
+from specformer.losses import NONE, HeadLoss, SoftLabels, head_loss
 from specformer.probes import digests
 from specformer.progress import Progress
 from specformer.sampling import greedy
@@ -202,6 +203,38 @@ class DraftForward(torch.nn.Module):
         return self.draft.training_hidden(taps, following, batch.rows, batch.columns, target)
 
 
+def backward(
+    draft: Draft,
+    hidden: Tensor,
+    teaching: Teaching,
+    batch: Batch,
+    weights: Tensor,
+    head: Head,
+    target: Target,
+    world: int = 1,
+) -> HeadLoss:
+    """Score a micro-batch and add the loss's gradient, times `world`, to the draft's parameters.
+
+    hidden (N, trained_length, H): of `training_hidden`; weights (trained_length,): of one label at each
+    position (`weigh`), which the draft scales by its `head_share`. The loss returned holds the draft's own
+    features' (`Draft.feature_loss`).
+    """
+    soft, shares = soft_targets(teaching, batch, head), weights * draft.head_share
+    scored = head_loss(hidden.detach(), batch.labels, shares, head, soft)
+    roots, gradients = [hidden], [scored.grad * world]
+    if scored.weight_grad is not None:
+        roots.append(head.weight)
+        gradients.append(scored.weight_grad * world)
+    features = draft.feature_loss(hidden, teaching.taps, batch.rows, batch.columns, target)
+    if features is not None:
+        features = (features * weights * (batch.labels >= 0)).sum()
+        scored.loss += float(features.detach())
+        roots.append(features)
+        gradients.append(torch.full_like(features, world))
+    torch.autograd.backward(roots, gradients)
+    return scored
+
+
 @torch.no_grad()
 def validate(
     draft: Draft, target: Target, rows: Sequence[Row], max_length: int, states: HiddenStates | None = None
@@ -215,6 +248,8 @@ def validate(
     """
     states = states or HiddenStates(target, draft.hooks, None)
     length, device, head = draft.draft_length, target.device, draft.head(target)
+    mode = draft.training
+    draft.eval()  # a draft may train on fewer positions than it drafts
     right = torch.zeros(length, dtype=torch.long)
     seen = torch.zeros(length, dtype=torch.long)
     tokens = steps = 0
@@ -236,6 +271,7 @@ def validate(
         while at < len(accepted):
             steps += 1
             at += accepted[at] + 1
+    draft.train(mode)
     return {
         "accuracy": (right / seen.clamp(min=1)).tolist(),
         "tokens_per_step": tokens / max(steps, 1),
@@ -289,7 +325,8 @@ def train(
     with tokens_per_step too), checkpoint/ while it runs, and config.json, model.safetensors, summary.json.
     A run that was killed goes on from its checkpoint, on one CPU process bit for bit; a finished one with
     the same settings is returned as it is. Raises UserError for no usable rows, a checkpoint of other
-    settings or a corrupt one, and a loss that is not finite (step and dialogues named).
+    settings or a corrupt one, a loss that is not finite (step and dialogues named), and a draft without
+    parameters.
     """
     out_dir = Path(out_dir)
     settings: dict[str, Any] = {k: v for k, v in locals().items() if isinstance(v, int | float | str | tuple)}
@@ -302,6 +339,8 @@ def train(
     finished = _finished(out_dir, settings)
     if finished is not None:
         return finished
+    if not draft.parameter_counts().total:
+        raise UserError(f"a draft of kind {draft.config.kind!r} has nothing to train: use it as it is")
     rows = choose_sequences(rows, max_length)
     validation = choose_sequences(validation, max_length)
     if not rows or not validation:
@@ -359,7 +398,7 @@ def train(
         while state.step < plan.steps and not _gave_up(state, patience):
             started = time.perf_counter()
             batches = micro_batches(
-                plan.step(state.step), micro_batch, draft.draft_length, anchor_decay, base.device
+                plan.step(state.step), micro_batch, draft.trained_length, anchor_decay, base.device
             )
             for batch in batches:
                 batch.labels = head.to_index(batch.labels)
@@ -374,9 +413,7 @@ def train(
                     # gradients are summed over micro-batches and averaged over processes
                     with _synchronise_last(accelerator, model, i == len(mine) - 1):
                         hidden = model(teaching.taps, batch, target)
-                        soft = soft_targets(teaching, batch, head)
-                        scored = head_loss(hidden.detach(), batch.labels, weights, head, soft)
-                        hidden.backward(scored.grad * world)
+                        scored = backward(draft, hidden, teaching, batch, weights, head, target, world)
                 loss += scored.loss
                 correct += scored.correct
                 if not math.isfinite(loss):
@@ -550,11 +587,8 @@ def _synchronise_last(accelerator: Accelerator, model: torch.nn.Module, last: bo
 def _validate(
     draft: Draft, target: Target, validation: Sequence[Row], max_length: int, states: HiddenStates
 ) -> dict[str, Any]:
-    draft.eval()
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
-        result = validate(draft, target, validation, max_length, states)
-    draft.train()
-    return result
+        return validate(draft, target, validation, max_length, states)
 
 
 def _digest(rows: Sequence[Row]) -> str:

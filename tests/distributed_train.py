@@ -1,6 +1,7 @@
 """Run by tests/test_distributed.py under torchrun: train a draft on the tiny base, in float32.
 
-Arguments: base folder, rows (JSON), output folder, and a count of steps after which to stop (0: none).
+Arguments: base folder, rows (JSON), output folder, a count of steps after which to stop (0: none), the kind
+of draft and its vocabulary (0: all).
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from specformer.drafts import new_draft
 
 
 def main() -> None:
-    folder, rows, out, stop = sys.argv[1:5]
+    folder, rows, out, stop, kind, vocabulary = sys.argv[1:7]
     base = load_base(folder, dtype="float32", device="cpu")
-    options = {"hooks": (0, 2, 3, 4), "init": "base", "seed": 0, "draft_length": 3}
-    draft = new_draft(base, "specformer", [], **options)
     with open(rows) as file:
         data = json.load(file)
+    options = {"init": "base", "seed": 0, "draft_length": 3, "vocabulary": int(vocabulary)}
+    draft = new_draft(base, kind, data, **options)
     if int(stop):
         step = training.Schedule.step
 

@@ -1,4 +1,4 @@
-"""What several test files need: prompts, plain generation by transformers, drafts of known quality."""
+"""What several test files need: prompts, answers to train on, drafts of known quality."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specformer.base import Base
 from specformer.drafts import DraftConfig, SpecFormer, new_draft
 from specformer.drafts.interface import Draft
-from specformer.engine import Engine
+from specformer.engine import Engine, Request
+from specformer.training import Schedule
 
 
 def prompts(base, count, seed=0, longest=40):
@@ -27,6 +28,56 @@ def run(base, requests, draft=None, **options):
     """Decode and return the results by id, and the engine."""
     engine = Engine(base, draft, max_length=options.pop("max_length", 256), **options)
     return {r.id: r for r in engine.run(requests)}, engine
+
+
+def answered(base, count, new_tokens, seed=3):
+    """Dialogues with the base's own greedy answers, as self-distillation stores them."""
+    engine = Engine(base, batch_size=8, max_length=128)
+    requests = [Request(f"d{i:02}", p, new_tokens) for i, p in enumerate(prompts(base, count, seed=seed))]
+    results = {r.id: r for r in engine.run(requests)}
+    return [{"id": r.id, "prompt_ids": r.prompt_ids, "answer_ids": results[r.id].ids} for r in requests]
+
+
+def settings(**changes):
+    """Arguments of `train` for a run of a few steps."""
+    options = {
+        "epochs": 1.0,
+        "sequences_per_step": 6,
+        "micro_batch": 2,
+        "max_length": 64,
+        "anchor_fraction": 0.5,
+        "anchor_decay": 0.8,
+        "soft_labels": 0,
+        "position_weights": 1.0,
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "warmup": 0.25,
+        "eps": 1e-8,
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.01,
+        "clip": 1.0,
+        "validate_every": 2,
+        "checkpoint_every": 2,
+        "dtype": "float32",
+        "seed": 5,
+    }
+    return options | changes
+
+
+class Killed(BaseException):
+    """Like SIGKILL: nothing handles it."""
+
+
+def killed_at(monkeypatch, step):
+    """Make the run die while it computes this step (from 0)."""
+    original = Schedule.step
+
+    def dying(self, s):
+        if s == step:
+            raise Killed
+        return original(self, s)
+
+    monkeypatch.setattr(Schedule, "step", dying)
 
 
 def nano_base(tokenizer, vocab_size, stop_token_ids=(), seed=0, sharpness=4.0) -> Base:
@@ -72,6 +123,14 @@ def newest(following, last):
     return following.gather(1, last[:, None])[:, 0]
 
 
+def bigram_guesses(table, following, last, k):
+    """(B, k): what `table` (V,) says after the newest token, and after that, and so on."""
+    tokens = [newest(following, last)]
+    for _ in range(k):
+        tokens.append(table[tokens[-1]])
+    return torch.stack(tokens[1:], 1)
+
+
 class BigramDraft(Draft):
     """Drafts one token from the last one; sometimes right, because the base mostly does so too."""
 
@@ -86,30 +145,63 @@ class BigramDraft(Draft):
         return torch.stack(tokens[1:], 1)
 
 
-class MixedSpecFormer(SpecFormer):
-    """Runs the real draft (its cache, its logits) but proposes bigram guesses, so that acceptance varies.
-    `seen` holds the logits (B, k, V) of the last call."""
+def proposing_bigrams(draft, base):
+    """Let `draft` run (its cache, its logits) but propose bigram guesses, so that acceptance varies. Returns
+    where its last call is kept: logits (B, k, V'), or None, and tokens (B, k)."""
+    table, propose, last_call = bigram_logits(base).argmax(-1), draft.propose, {}
 
-    table: Tensor
-    seen: Tensor
+    def propose_guesses(taps, last, following, window, store, target, k, choose):
+        logits, head = [], draft.head(target)
 
-    @classmethod
-    def like(cls, draft, base):
-        mixed = cls(draft.config)
-        mixed.load_state_dict(draft.state_dict())
-        mixed.table = bigram_logits(base).argmax(-1)
-        return mixed.eval()
+        def keep(given, j):
+            logits.append(given)
+            return head.to_tokens(given.argmax(-1))
 
-    def propose(self, taps, last, following, window, store, target, k, choose):
-        def keep(logits, j):
-            self.seen = logits
-            return logits.argmax(-1)
+        last_call["tokens"] = propose(taps, last, following, window, store, target, k, keep)
+        last_call["logits"] = torch.cat(logits, 1) if logits else None
+        return bigram_guesses(table, following, last, k)
 
-        super().propose(taps, last, following, window, store, target, k, keep)
-        tokens = [newest(following, last)]
-        for _ in range(k):
-            tokens.append(self.table[tokens[-1]])
-        return torch.stack(tokens[1:], 1)
+    draft.propose = propose_guesses
+    return last_call
+
+
+def run_comparing(engine, requests, compare, monkeypatch):
+    """Run the requests, calling compare(b, row, text) for each unfinished row after each step, text being its
+    committed tokens (the pending one included); -> results by id."""
+    step, compared = engine._step, set()
+
+    def step_and_compare(slots):
+        step(slots)
+        for b, row in enumerate(slots):
+            if row.decoding and not row.finished:
+                compare(b, row, (row.request.prompt_ids + row.result.ids)[: row.length + 1])
+                compared.add(row.request.id)
+
+    monkeypatch.setattr(engine, "_step", step_and_compare)
+    results = {r.id: r for r in engine.run(requests)}
+    assert compared == {r.id for r in requests}
+    return results
+
+
+def assert_it_decodes_as_trained(base, draft, chunk, monkeypatch):
+    """Whatever was accepted before, `propose` says what `training_hidden` says over the whole text with the
+    draft's own tokens behind it; and the text is the base's own."""
+    requests = [Request(str(i), p, 6 + i) for i, p in enumerate(prompts(base, 7, seed=4))]
+    plain, _ = run(base, requests, batch_size=3)
+    last_call, zero = proposing_bigrams(draft, base), torch.tensor([0])
+    engine = Engine(base, draft, k=4, batch_size=3, max_length=80, prefill_chunk=chunk)
+
+    def compare(b, row, text):
+        ids = torch.tensor([text + last_call["tokens"][b].tolist()])
+        _, taps = engine.target.encode(ids[:, :-1], draft.hooks)
+        at = torch.tensor([row.length - 1])
+        hidden = draft.training_hidden(taps, ids[:, 1:], zero, at, engine.target)
+        expected = draft.head(engine.target)(hidden)[0]
+        torch.testing.assert_close(last_call["logits"][b], expected, rtol=1e-3, atol=1e-3)
+
+    results = run_comparing(engine, requests, compare, monkeypatch)
+    assert {s.accepted for r in results.values() for s in r.steps} >= {0, 1, 2}
+    assert {i: r.ids for i, r in results.items()} == {i: r.ids for i, r in plain.items()}
 
 
 class OracleDraft(Draft):

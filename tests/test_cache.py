@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from helpers import MixedSpecFormer, nano_base, perturbed_specformer, prompts
+from helpers import nano_base, perturbed_specformer, prompts, proposing_bigrams
 
 from specformer import cache
 from specformer.cache import KVStore, Window, segments
@@ -113,6 +113,19 @@ def test_window_masks_by_each_rows_length():
     assert (picked.mask[:, 0, 0] == 0).tolist() == [[True] * 2 + [False] * 3, [True] * 4 + [False]]
 
 
+def test_a_drafts_own_tokens_lie_behind_the_last_accepted_one():
+    """Two places behind positions 1 and 4; of three behind, the second row's lies beyond the limit of 7."""
+    positions, runs = torch.tensor([[0, 1], [3, 4]]), [(0, 1, 2), (1, 2, 5)]
+    window = Window(slice(0, 2), positions, 5, torch.float32, False, runs)
+    own = window.behind(torch.tensor([1, 1]), 2, 7, torch.float32)
+    assert (own.positions.tolist(), own.upto) == ([[3], [6]], 7)
+    assert own.runs == [(0, 1, 4), (1, 2, 7)] and not own.fresh
+    assert (own.mask[:, 0, 0] == 0).sum(-1).tolist() == [4, 7]
+    beyond = window.behind(torch.tensor([1, 1]), 3, 7, torch.float32)
+    assert (beyond.positions.tolist(), beyond.upto) == ([[4], [6]], 7)
+    assert beyond.runs == [(0, 1, 5), (1, 2, 7)]
+
+
 def test_segments_put_rows_of_similar_length_together():
     assert segments([300]) == [(0, 1, 300)]
     assert segments([300, 310, 290]) == [(0, 3, 310)]
@@ -194,7 +207,8 @@ def assert_rows_are_fresh(target, draft, store, draft_store, b, tokens):
 def test_the_engine_keeps_every_rows_cache_fresh(tiny_tokenizer, prefill_chunk, monkeypatch):
     """After every step, with rows that finish, move, and are refilled; chunked and whole prefill."""
     base = nano_base(tiny_tokenizer, 320, stop_token_ids=(0,))
-    draft = MixedSpecFormer.like(perturbed_specformer(base), base)
+    draft = perturbed_specformer(base)
+    proposing_bigrams(draft, base)  # so that acceptance varies
     engine = Engine(base, draft, k=3, batch_size=3, max_length=80, prefill_chunk=prefill_chunk)
     requests = [Request(str(i), p, 5 + 2 * i) for i, p in enumerate(prompts(base, 9, seed=4))]
     checked, step = [], engine._step

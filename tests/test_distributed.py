@@ -14,13 +14,13 @@ import pytest
 SCRIPT = Path(__file__).parent / "distributed_train.py"
 
 
-def run(folder, rows, out, processes, stop=0):
+def run(folder, rows, out, processes, stop=0, kind="specformer", vocabulary=0):
     """Train in `processes` processes; the log's losses."""
     subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
             *("--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"),
-            *(SCRIPT, folder, rows, out, str(stop)),
+            *(SCRIPT, folder, rows, out, str(stop), kind, str(vocabulary)),
         ],
         check=True,
         timeout=240,
@@ -55,4 +55,14 @@ def test_two_processes_learn_what_one_learns_and_resume_across_counts(tiny_llama
         assert [r["tokens"] for r in other] == [r["tokens"] for r in one]
         for mine, theirs in zip(one, other, strict=True):
             assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
+    assert one[-1]["loss"] < one[0]["loss"]
+
+
+def test_an_own_head_learns_in_two_processes_what_it_learns_in_one(tiny_llama_folder, rows, tmp_path):
+    """Its weight takes no part in the forward pass that DDP wraps; its gradient is averaged all the same."""
+    options = {"kind": "eagle3", "vocabulary": 200}
+    one = run(tiny_llama_folder, rows, tmp_path / "one", 1, **options)
+    two = run(tiny_llama_folder, rows, tmp_path / "two", 2, **options)
+    for mine, theirs in zip(one, two, strict=True):
+        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
     assert one[-1]["loss"] < one[0]["loss"]

@@ -94,6 +94,7 @@ def test_the_base_gets_no_gradient(target):
 def test_a_hopeless_label_gives_a_finite_loss_and_still_a_gradient(tiny_llama):
     """Probability 0 in float32: the loss is cut at -log(1e-38), the gradient still pulls the label up."""
     target = Target(tiny_llama, 8)
+    assert target.head.norm_weight is not None
     target.head.norm_weight = 100 * target.head.norm_weight
     hidden, _, weights = batch(missing=0.0)
     found = head_loss(hidden, target.logits(hidden).argmin(-1), (weights > 0) / (N * LENGTH), target.head)

@@ -6,8 +6,7 @@ import json
 
 import pytest
 import torch
-from helpers import nano_base
-from test_training import answered, settings
+from helpers import answered, nano_base, settings
 
 from specformer import hardware, pretrained
 from specformer.drafts import load_draft, new_draft

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from helpers import nano_base
-from test_training import answered, settings
+from helpers import answered, nano_base, settings
 
 from specformer.study import PAPER, compare, study, summarise, variants
 from specformer.target import Target

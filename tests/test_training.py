@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import nano_base, perturbed_specformer, prompts
+from helpers import Killed, answered, killed_at, nano_base, perturbed_specformer, settings
 
 from specformer import training
 from specformer.base import base_fingerprint, load_base
@@ -46,38 +46,6 @@ def base(tiny_tokenizer):
 def rows(base):
     """The base's own greedy answers, as self-distillation stores them."""
     return answered(base, 24, 14)
-
-
-def answered(base, count, new_tokens, seed=3):
-    engine = Engine(base, batch_size=8, max_length=128)
-    requests = [Request(f"d{i:02}", p, new_tokens) for i, p in enumerate(prompts(base, count, seed=seed))]
-    results = {r.id: r for r in engine.run(requests)}
-    return [{"id": r.id, "prompt_ids": r.prompt_ids, "answer_ids": results[r.id].ids} for r in requests]
-
-
-def settings(**changes):
-    options = {
-        "epochs": 1.0,
-        "sequences_per_step": 6,
-        "micro_batch": 2,
-        "max_length": 64,
-        "anchor_fraction": 0.5,
-        "anchor_decay": 0.8,
-        "soft_labels": 0,
-        "position_weights": 1.0,
-        "lr": 1e-3,
-        "min_lr": 1e-4,
-        "warmup": 0.25,
-        "eps": 1e-8,
-        "betas": (0.9, 0.95),
-        "weight_decay": 0.01,
-        "clip": 1.0,
-        "validate_every": 2,
-        "checkpoint_every": 2,
-        "dtype": "float32",
-        "seed": 5,
-    }
-    return options | changes
 
 
 def fresh_draft(base):
@@ -243,22 +211,6 @@ def test_a_finished_run_is_returned_and_other_settings_start_anew(base, rows, tm
     assert other["settings"]["lr"] == 5e-3
     assert (tmp_path / "model.safetensors").read_bytes() != weights
     assert [e["step"] for e in log_of(tmp_path)] == [1, 2]
-
-
-class Killed(BaseException):
-    """Like SIGKILL: nothing handles it."""
-
-
-def killed_at(monkeypatch, step):
-    """Make the run die while it computes this step (from 0)."""
-    original = Schedule.step
-
-    def dying(self, s):
-        if s == step:
-            raise Killed
-        return original(self, s)
-
-    monkeypatch.setattr(Schedule, "step", dying)
 
 
 def test_two_steps_a_kill_and_two_more_equal_four_bit_for_bit(base, rows, tmp_path, monkeypatch):

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from specformer.drafts.eagle import Eagle
+from specformer.drafts.eagle3 import Eagle3
+from specformer.drafts.hass import Hass
 from specformer.drafts.interface import Draft, DraftConfig, ParameterCounts, load_draft, new_draft, register
+from specformer.drafts.medusa import Medusa
+from specformer.drafts.mtp import MTP
+from specformer.drafts.ngram import NGram
 from specformer.drafts.specformer import SpecFormer
 
-__all__ = ["Draft", "DraftConfig", "ParameterCounts", "SpecFormer", "load_draft", "new_draft", "register"]
+__all__ = [
+    "Draft",
+    "DraftConfig",
+    "Eagle",
+    "Eagle3",
+    "Hass",
+    "MTP",
+    "Medusa",
+    "NGram",
+    "ParameterCounts",
+    "SpecFormer",
+    "load_draft",
+    "new_draft",
+    "register",
+]

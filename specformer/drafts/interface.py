@@ -24,6 +24,8 @@ from specformer.errors import UserError
 from specformer.target import Head, Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+SWITCHES = ("draft_attention", "positional", "layers", "anchor_token")
+"""Fields of DraftConfig that only some kinds know (`Draft.switches`)."""
 Choose = Callable[[Tensor, int], Tensor]
 
 
@@ -31,13 +33,15 @@ Choose = Callable[[Tensor, int], Tensor]
 class ParameterCounts:
     """Trainable parameters as the paper counts them (Equation 3).
 
-    shared: m_s, used by every draft position; per_position: m_p, owned by each one; base: M.
+    shared: m_s, used by every draft position; per_position: m_p, owned by each one; base: M; passes: how
+    often the shared ones run for one draft: once where one pass gives all positions, l_d times in a chain.
     """
 
     shared: int
     per_position: int
     draft_length: int
     base: int
+    passes: int = 1
 
     @property
     def total(self) -> int:
@@ -45,8 +49,8 @@ class ParameterCounts:
 
     @property
     def p(self) -> float:
-        """Growth of the compute per token, p = 1 + (m_s + l_d m_p) / M."""
-        return 1 + self.total / self.base
+        """Growth of the compute per token, p = 1 + (m_s + l_d m_p) / M, m_s as often as it runs."""
+        return 1 + (self.passes * self.shared + self.draft_length * self.per_position) / self.base
 
 
 @dataclass(frozen=True)
@@ -107,11 +111,22 @@ class DraftConfig:
 class Draft(nn.Module):
     """A draft model.
 
-    cache_layers: layers of keys and values (of the base's head geometry) kept per committed token.
+    label: its name in tables, "(chain)" where its source drafts trees; recipe: arguments of `training.train`
+    that its source publishes; tapped: how many hidden states it reads, None for any; switches: which of
+    SWITCHES it knows; cache_layers: layers of keys and values (of the base's head geometry) kept per
+    committed token; final_norm: whether the base's final norm stands between its output and the LM head;
+    head_share: weight of the LM head's cross-entropy in the loss, that of `feature_loss` being 1.
+    Raises UserError for a config with switches or hooks that this kind would ignore.
     """
 
     kinds: ClassVar[dict[str, type[Draft]]] = {}
+    label: ClassVar[str] = ""
+    recipe: ClassVar[Mapping[str, Any]] = {}
+    tapped: ClassVar[int | None] = None
+    switches: ClassVar[tuple[str, ...]] = ()
     cache_layers: int = 0
+    final_norm: ClassVar[bool] = True
+    head_share: ClassVar[float] = 1.0
 
     vocabulary: Tensor | None
 
@@ -122,6 +137,22 @@ class Draft(nn.Module):
         chosen = torch.zeros(config.vocabulary, dtype=torch.long) if config.vocabulary else None
         self.register_buffer("vocabulary", chosen)
         self._head: tuple[Target, Head] | None = None
+        self._refuse_what_it_ignores()
+
+    def _refuse_what_it_ignores(self) -> None:
+        """A switch or hook that changes nothing would still be named in tables."""
+        config, kind = self.config, f"a draft of kind {self.config.kind!r}"
+        for f in fields(config):
+            value = getattr(config, f.name)
+            if f.name in SWITCHES and f.name not in self.switches and value != f.default:
+                raise UserError(f"draft.{f.name}: {value!r} means nothing to {kind}")
+        if self.tapped not in (None, len(config.hooks)):
+            raise UserError(f"draft.hooks: {kind} reads {self.tapped} hidden states, not {config.hooks}")
+
+    @classmethod
+    def default_hooks(cls, layers: int) -> tuple[int, ...]:
+        """Indices of HS that the source reads of a base of so many layers: here the last hidden state."""
+        return (layers,)
 
     @property
     def hooks(self) -> tuple[int, ...]:
@@ -130,6 +161,20 @@ class Draft(nn.Module):
     @property
     def draft_length(self) -> int:
         return self.config.draft_length
+
+    @property
+    def trained_length(self) -> int:
+        """Draft positions that training scores, the first ones."""
+        return self.draft_length
+
+    def passes(self, k: int) -> int:
+        """Forward passes of the draft for k drafted tokens."""
+        return 1
+
+    def new_store(self, target: Target, rows: int, limit: int, attention: str) -> KVStore | None:
+        """What the engine keeps of each row for the draft, None for nothing; arguments as for
+        `Target.new_store`."""
+        return target.new_store(rows, limit, self.cache_layers, attention) if self.cache_layers else None
 
     def start_from(self, base: Base) -> None:
         """Initialise from the base LLM's own weights; random initialisation stays where a draft has none."""
@@ -150,12 +195,16 @@ class Draft(nn.Module):
         self._head = None
 
     def head(self, target: Target) -> Head:
-        """The LM head that the draft is scored and drafts with: the base's, or cut to the vocabulary."""
-        if self.vocabulary is None:
-            return target.head
+        """The LM head that the draft is scored and drafts with, made once for a target."""
         if self._head is None or self._head[0] is not target:
-            self._head = (target, target.cut_head(self.vocabulary))
+            self._head = (target, self.make_head(target))
         return self._head[1]
+
+    def make_head(self, target: Target) -> Head:
+        """The base's LM head, cut to the vocabulary, behind its final norm or bare (`final_norm`)."""
+        if self.vocabulary is None and self.final_norm:
+            return target.head
+        return target.cut_head(self.vocabulary, self.final_norm)
 
     def coverage(self, rows: Sequence[Mapping[str, Any]]) -> float:
         """Share of the answers' tokens that the draft can propose."""
@@ -177,8 +226,9 @@ class Draft(nn.Module):
     ) -> Tensor:
         """Draft k tokens per row after the base's own next token.
 
-        taps (B, n, hooks, H): hidden states of the n tokens just verified; their keys and values are to be
-        cached at the window's positions. last (B,) int64: each row's last accepted one among them, the only
+        taps (B, n, hooks, H): hidden states of the n tokens just verified; what is kept of them goes to the
+        window's positions of `store` (see `new_store`), which has room for k more tokens; what lies behind
+        `last` the next window overwrites. last (B,) int64: each row's last accepted one among them, the only
         position that is drafted from. following (B, n) int64: the token after each of the n; at `last` it is
         the one that the base has just produced. choose(logits (B, m, V'), j), the logits of `head`, gives
         the tokens (B, m) of draft positions j .. j + m - 1. Returns (B, k).
@@ -188,12 +238,23 @@ class Draft(nn.Module):
     def training_hidden(
         self, taps: Tensor, following: Tensor, rows: Tensor, columns: Tensor, target: Target
     ) -> Tensor:
-        """Hidden states before the final norm at the anchors, for every draft position.
+        """What the head reads at the anchors, for every draft position; true tokens stand for drafted ones.
 
         taps (B, T, hooks, H); following (B, T) int64, the token after each position; rows and columns (N,)
-        int64 name the anchors t; -> (N, draft_length, H), where position j is scored against token t + 2 + j.
+        int64 name the anchors t; -> (N, draft_length, H), in training mode (N, trained_length, H), where
+        position j is scored against token t + 2 + j.
         """
         raise NotImplementedError
+
+    def feature_loss(
+        self, hidden: Tensor, taps: Tensor, rows: Tensor, columns: Tensor, target: Target
+    ) -> Tensor | None:
+        """A loss besides the LM head's, for each label that `hidden` (N, trained_length, H) is scored by:
+        (N, trained_length), or None.
+
+        hidden: of `training_hidden`, whose other arguments these are.
+        """
+        return None
 
     def position_parameters(self) -> int:
         """m_p: parameters owned by a single draft position."""
@@ -204,7 +265,11 @@ class Draft(nn.Module):
         own = self.position_parameters()
         total = sum(p.numel() for p in self.parameters())
         return ParameterCounts(
-            total - own * self.draft_length, own, self.draft_length, self.config.base_parameters
+            total - own * self.draft_length,
+            own,
+            self.draft_length,
+            self.config.base_parameters,
+            self.passes(self.draft_length),
         )
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -266,18 +331,23 @@ def new_draft(
     kind: str,
     rows: Sequence[Mapping[str, Any]],
     *,
-    hooks: tuple[int, ...],
     init: str,
     seed: int,
+    hooks: tuple[int, ...] | None = None,
     **options: Any,
 ) -> Draft:
     """An untrained draft of a registered kind for `base`, its vocabulary taken from the answers of `rows`.
 
-    hooks: indices of HS; init: "base" begins from the base LLM's own weights, "random" from nothing; seed: of
-    the random part; options: further fields of DraftConfig. float32, on the CPU.
+    init: "base" begins from the base LLM's own weights, "random" from nothing; seed: of the random part;
+    hooks: indices of HS, the kind's own by default; options: further fields of DraftConfig. float32, on the
+    CPU. Raises UserError for an unknown kind, and for options that this kind cannot do without.
     """
+    if kind not in Draft.kinds:
+        raise UserError(f"unknown draft kind {kind!r}; known: {sorted(Draft.kinds)}")
+    cls = Draft.kinds[kind]
+    hooks = cls.default_hooks(base.num_layers) if hooks is None else hooks
     torch.manual_seed(seed)
-    draft = Draft.kinds[kind](DraftConfig.for_base(base, kind, hooks, **options))
+    draft = cls(DraftConfig.for_base(base, kind, hooks, **options))
     draft.choose_vocabulary(rows, base.model.config.vocab_size)
     if init == "base":
         draft.start_from(base)

@@ -6,7 +6,7 @@ that is drafted from. Draft position j (0-based) predicts token t + 2 + j: t + 1
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,52 +14,13 @@ from torch import Tensor, nn
 
 from specformer.base import Base
 from specformer.cache import KVStore, Window
-from specformer.drafts.interface import Choose, Draft, DraftConfig, register
-from specformer.layers import (
-    RMSNorm,
-    SwiGLU,
-    cached_attention,
-    causal_attention,
-    ragged_attention,
-    split_heads,
-)
+from specformer.drafts.blocks import Attention, DecoderLayer
+from specformer.drafts.interface import SWITCHES, Choose, Draft, DraftConfig, register
+from specformer.layers import RMSNorm, causal_attention
 from specformer.target import Target, fresh_window
 
 # FlashAttention-2 refuses batches above 4095; the draft attention's batch is every anchor of a batch.
 ATTENTION_SEGMENT = 3072
-
-
-class Attention(nn.Module):
-    """Projections of one self-attention with the base's head geometry (bias and q/k norm as the base has)."""
-
-    def __init__(self, config: DraftConfig):
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.eps = config.eps
-        width = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.out = nn.Linear(config.heads * config.head_dim, config.hidden_size, bias=False)
-        self.q_k_norm = (
-            nn.Parameter(torch.ones(config.heads + config.kv_heads, config.head_dim))
-            if config.q_k_norm
-            else None
-        )
-
-    def project(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, n, H) -> q (B, n, Hq, D), k and v (B, n, Hkv, D); RoPE where cos and sin are given."""
-        h = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)
-        return split_heads(h, self.heads, self.kv_heads, self.q_k_norm, cos, sin, self.eps)
-
-    def copy_from(self, layer: Any) -> None:
-        """The base layer's projections; the output starts at zero, so the block starts as the identity."""
-        projections = [layer.q_proj, layer.k_proj, layer.v_proj]
-        self.qkv.weight.data.copy_(torch.cat([m.weight for m in projections]))
-        if self.qkv.bias is not None:
-            self.qkv.bias.data.copy_(torch.cat([m.bias for m in projections]))
-        if self.q_k_norm is not None:
-            self.q_k_norm.data[: self.heads] = layer.q_norm.weight
-            self.q_k_norm.data[self.heads :] = layer.k_norm.weight
-        nn.init.zeros_(self.out.weight)
 
 
 class ContextAttention(nn.Module):
@@ -75,17 +36,10 @@ class ContextAttention(nn.Module):
     ) -> Tensor:
         """x (B, n, H) -> (B, n, H); with `last` (B,), keys and values are cached for all n tokens but only
         the query at `last` is computed: (B, 1, H)."""
-        cos, sin = target.rotary.at(window.positions)
-        q, k, v = self.attention.project(self.norm(x), cos, sin)
-        if last is None:
-            return x + self.attention.out(cached_attention(q, k, v, store, 0, window))
-        b = torch.arange(x.shape[0], device=x.device)
-        q, x = q[b, last].unsqueeze(1), x[b, last].unsqueeze(1)
-        if store is None:
-            raise ValueError("drafting from single positions needs a cache")
-        store.write(0, window, k, v)
-        at = window.pick(last, x.dtype)
-        return x + self.attention.out(ragged_attention(q, store, 0, at))
+        mixed = self.attention.over_cache(self.norm(x), last, window, store, target)
+        if last is not None:
+            x = x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)
+        return x + mixed
 
 
 class PositionalFFN(nn.Module):
@@ -140,28 +94,15 @@ class AnchorToken(nn.Module):
         return x + self.linear(self.norm(F.embedding(tokens, target.embedding)))
 
 
-class DraftBlock(nn.Module):
+class DraftBlock(DecoderLayer):
     """Attention over the l_d draft positions, then SwiGLU, both pre-norm with residual (Equation 10).
 
     Bidirectional: no mask, no RoPE. Causal (the ablation of Table 4): masked, with RoPE.
     """
 
     def __init__(self, config: DraftConfig):
-        super().__init__()
+        super().__init__(config)
         self.causal = config.draft_attention == "causal"
-        self.norm = RMSNorm(config.hidden_size, config.eps)
-        self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-
-    def start(self, layer: Any) -> None:
-        """The base layer's weights, with zeroed outputs: the block starts as the identity."""
-        self.attention.copy_from(layer.self_attn)
-        self.norm.weight.data.copy_(layer.input_layernorm.weight)
-        self.mlp_norm.weight.data.copy_(layer.post_attention_layernorm.weight)
-        self.mlp.gate.weight.data.copy_(layer.mlp.gate_proj.weight)
-        self.mlp.up.weight.data.copy_(layer.mlp.up_proj.weight)
-        nn.init.zeros_(self.mlp.down.weight)
 
     def forward(self, x: Tensor, target: Target) -> Tensor:
         """x (N, l_d, H) -> (N, l_d, H)."""
@@ -171,8 +112,7 @@ class DraftBlock(nn.Module):
         q, k, v = self.attention.project(self.norm(x), cos, sin)
         parts = zip(*(t.split(ATTENTION_SEGMENT) for t in (q, k, v)), strict=True)
         mixed = [causal_attention(*part, causal=self.causal) for part in parts]
-        x = x + self.attention.out(torch.cat(mixed) if len(mixed) > 1 else mixed[0])
-        return x + self.mlp(self.mlp_norm(x))
+        return self.finish(x, self.attention.out(torch.cat(mixed) if len(mixed) > 1 else mixed[0]))
 
 
 @register("specformer")
@@ -185,6 +125,8 @@ class SpecFormer(Draft):
     position's next token join before the context attention, so that its keys and values know it too.
     """
 
+    label = "SpecFormer"
+    switches = SWITCHES
     cache_layers = 1
 
     def __init__(self, config: DraftConfig):
@@ -196,6 +138,10 @@ class SpecFormer(Draft):
         self.positional = PositionalFFN(config) if config.positional == "ffn" else PositionalEmbedding(config)
         self.blocks = nn.ModuleList(DraftBlock(config) for _ in range(config.layers))
         self.anchor = AnchorToken(config) if config.anchor_token != "none" else None
+
+    @classmethod
+    def default_hooks(cls, layers: int) -> tuple[int, ...]:
+        return 0, layers // 2, layers - 1, layers
 
     def start_from(self, base: Base) -> None:
         """Begin from what the base knows: the downsampler passes HS[L] through, every draft position is the
