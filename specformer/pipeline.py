@@ -88,8 +88,13 @@ class Run:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The drafts that compete: the paper's, and the one beyond it where the profile has it."""
+        """SpecFormer: the paper's, and the one beyond it where the profile has it."""
         return ("specformer", "specformer_plus") if self.settings.plus else ("specformer",)
+
+    @property
+    def competitors(self) -> tuple[str, ...]:
+        """The drafts of Table 1: the profile's baselines and SpecFormer."""
+        return (*self.settings.baselines, *self.methods)
 
     def require(self, path: Path, stage: str) -> Path:
         """`path`, which `stage` makes; UserError with the command to run when it is missing."""

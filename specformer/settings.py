@@ -18,6 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from specformer.errors import UserError
 
+Baseline = Literal["ngram", "medusa", "mtp", "eagle", "hass", "eagle3"]
 EvalSet = Literal["dialogues", "humaneval", "mt_bench", "gsm8k", "alpaca", "cnn_dm"]
 
 
@@ -229,6 +230,8 @@ class Settings(Section):
     """Its training."""
     plus: PlusSection | None
     """What goes beyond the paper; null trains the paper-faithful draft alone."""
+    baselines: Annotated[tuple[Baseline, ...], Field(strict=False), _distinct]
+    """Published drafts that are trained and measured beside SpecFormer, on equal data and steps; may be none."""
     ablate: AblateSection
     """Table 2."""
     scale: ScaleSection

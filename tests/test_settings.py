@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from ruamel.yaml import YAML
 
+from specformer.drafts import Draft
 from specformer.errors import UserError
-from specformer.settings import Settings, check_against_base, load_settings, profiles
+from specformer.settings import Baseline, Settings, check_against_base, load_settings, profiles
 
 ROOT = Path(__file__).parent.parent
 PAPER = ["llama3.1-8b", "qwen2.5-3b", "qwen3-14b", "qwen3-4b", "qwen3-8b"]
@@ -87,6 +88,8 @@ def test_settings_are_frozen():
         ({"corpus.thinking": "no"}, ["corpus.thinking = 'no'", "valid boolean"]),
         ({"corpus.language": "english"}, ["corpus.language = 'english'", "two letters"]),
         ({"corpus.eval_sets": ["mtbench"]}, ["eval_sets[0] = 'mtbench'", "'mt_bench'"]),
+        ({"baselines": ["eagle4"]}, ["baselines[0] = 'eagle4'", "'ngram', 'medusa'"]),
+        ({"baselines": ["mtp", "mtp"]}, ["baselines = ['mtp', 'mtp']", "each value once"]),
         ({"corpus.eval_sets": []}, ["corpus.eval_sets = []", "at least 1 item"]),
         ({"corpus.min_prompt_tokens": 97}, ["min_prompt_tokens = 97", "= 96"]),
         ({"base.device": "gpu"}, ["base.device = 'gpu'", "cuda:N"]),
@@ -162,3 +165,7 @@ def test_settings_are_checked_against_the_base(tmp_path):
         check_against_base(settings, num_layers=18, max_positions=256)
     with pytest.raises(UserError, match=r"engine\.max_length = 256: .* 128 tokens"):
         check_against_base(settings, num_layers=36, max_positions=128)
+
+
+def test_every_baseline_that_can_be_set_exists_and_no_other():
+    assert {*get_args(Baseline), "specformer"} == set(Draft.kinds)

@@ -48,9 +48,16 @@ class ParameterCounts:
         return self.shared + self.draft_length * self.per_position
 
     @property
+    def costs(self) -> dict[str, int]:
+        """m_s and m_p by what they cost: what runs anew for each position of a chain counts to m_p."""
+        if self.passes == 1:
+            return {"m_s": self.shared, "m_p": self.per_position}
+        return {"m_s": 0, "m_p": (self.shared if self.passes else 0) + self.per_position}
+
+    @property
     def p(self) -> float:
-        """Growth of the compute per token, p = 1 + (m_s + l_d m_p) / M, m_s as often as it runs."""
-        return 1 + (self.passes * self.shared + self.draft_length * self.per_position) / self.base
+        """Growth of the compute per token, p = 1 + (m_s + l_d m_p) / M."""
+        return 1 + (self.costs["m_s"] + self.draft_length * self.costs["m_p"]) / self.base
 
 
 @dataclass(frozen=True)
