@@ -95,7 +95,7 @@ def test_shapes(base, kind):
     assert anchored(base, draft.train())[0].shape == (5, trained, 64)
 
 
-def learn(base, draft, top):
+def learn(base, draft, top, world=1):
     """Score and backpropagate a padded batch as `train` does; also what went in. top: so many soft labels."""
     target, lengths = Target(base, 64), (12, 10)
     ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -107,7 +107,7 @@ def learn(base, draft, top):
     teaching = HiddenStates(target, draft.hooks, None, top)(sequences)
     given = (teaching.taps, following_tokens(batch.ids), batch.rows, batch.columns, target)
     hidden, weights = draft.training_hidden(*given), torch.linspace(1, 0.5, draft.trained_length)
-    scored = backward(draft, hidden, teaching, batch, weights, draft.head(target), target)
+    scored = backward(draft, hidden, teaching, batch, weights, draft.head(target), target, world)
     return scored, batch, weights, given
 
 
@@ -164,6 +164,17 @@ def test_the_start_predicts_what_the_base_predicts(base, kind):
     hidden, (_, ids, rows, columns, target) = anchored(base, draft)
     expected = base.model(ids).logits[rows, columns].argmax(-1)
     assert (draft.head(target)(hidden).argmax(-1) == expected[:, None]).all()
+
+
+@pytest.mark.parametrize("kind", ["hass", "eagle3"])
+def test_processes_each_scale_the_whole_gradient(tiny_llama, kind, monkeypatch):
+    """What DDP averages over two processes was doubled in each: features' loss and own head as well."""
+    monkeypatch.setattr(eagle, "NOISE", 0.0)
+    alone, shared = perturbed(tiny_llama, kind).train(), perturbed(tiny_llama, kind).train()
+    losses = [learn(tiny_llama, d, 10, world)[0].loss for d, world in ((alone, 1), (shared, 2))]
+    assert losses[0] == losses[1]
+    for p, twice in zip(alone.parameters(), shared.parameters(), strict=True):
+        torch.testing.assert_close(twice.grad, 2 * p.grad)
 
 
 def test_medusas_heads_by_hand(base):
