@@ -270,7 +270,7 @@ def engine_ratios(table: pd.DataFrame, out: Path | str, *, caption: str) -> Figu
         ax.set_xticks(range(len(batch_sizes)), [str(b) for b in batch_sizes])
         ax.set(xlabel="batch size", ylabel="tokens per second over transformers'")
         ax.set_title("The engine against others, transformers' generate = 1")
-        _legend(ax, None)
+        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1))  # beside the bars
         return _finish(fig, out, caption)
 
 

@@ -231,7 +231,7 @@ class Settings(Section):
     plus: PlusSection | None
     """What goes beyond the paper; null trains the paper-faithful draft alone."""
     baselines: Annotated[tuple[Baseline, ...], Field(strict=False), _distinct]
-    """Published drafts that are trained and measured beside SpecFormer, on equal data and steps; may be none."""
+    """Published drafts, trained and measured beside SpecFormer on equal data and steps; may be none."""
     ablate: AblateSection
     """Table 2."""
     scale: ScaleSection

@@ -95,7 +95,11 @@ def test_rope_with_and_without_norms_per_head(by_torch, dtype, D, scaled):
 def test_scales_of_another_dtype_go_to_torch(by_torch):
     """A draft's float32 weights under autocast, beside bfloat16 projections."""
     torch.manual_seed(0)
-    h, ones, scale = torch.randn(1, 2, 4, 32).bfloat16(), torch.ones(1, 2, 1, 32).bfloat16(), torch.rand(3, 32)
+    h, ones, scale = (
+        torch.randn(1, 2, 4, 32).bfloat16(),
+        torch.ones(1, 2, 1, 32).bfloat16(),
+        torch.rand(3, 32),
+    )
     expected = by_torch(split_heads, h.clone(), 2, 1, scale, ones, ones, 1e-6)
     for found, right in zip(split_heads(h.clone(), 2, 1, scale, ones, ones, 1e-6), expected, strict=True):
         torch.testing.assert_close(found, right)
