@@ -26,9 +26,9 @@ from specformer.target import Target, pack_linears
 
 FinishReason = Literal["stop", "stop_string", "length"]
 
-PASS_COST = (32, 512)
-"""What one more pass of prefill costs, in tokens of padding: on a CPU (measured: SmolLM2-135M streams its
-weights in the time of some 30 tokens) and elsewhere (a guess)."""
+CPU_PASS_COST, GPU_PASS_COST = 32, 512
+"""What one more pass of prefill costs, in tokens of padding. On a CPU SmolLM2-135M streams its weights in the
+time of some 30 tokens; the GPU's is a guess."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,8 @@ class Engine:
             # padded to n, a row near its limit would run over the cache's end: it comes in a later pass
             fitting = [s for s in order if slots[s].prefilled + n <= self.store.limit]
             # and so does one that would cost more as padding than a pass more does
-            close = [s for s in fitting if n - left[s] <= PASS_COST[self.base.device.type != "cpu"]]
+            cost = CPU_PASS_COST if self.base.device.type == "cpu" else GPU_PASS_COST
+            close = [s for s in fitting if n - left[s] <= cost]
             chosen = close[: max(1, self.prefill_chunk // n)]
             spent += n * len(chosen)
             with self._timed("prefill"):

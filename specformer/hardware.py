@@ -35,8 +35,8 @@ def describe(dtype: Any = None, device: str | torch.device = "cpu") -> dict[str,
     dtype: what the measurement ran in, a torch dtype or its name. device: where it ran.
     Keys: cpu (model name), cores (int, usable), threads (int, torch's), memory_gib (float),
     kernels ("native" or "torch", see specformer.native), accelerator (name or "none"), torch,
-    transformers (versions), dtype (name or ""), commit
-    (12 digits, "" outside git), dirty (bool: tracked files differ from the commit).
+    transformers (versions), dtype (name or ""), commit (12 digits, "" outside git), dirty (bool:
+    tracked files differ from the commit).
     """
     commit, dirty = _git()
     return {
@@ -110,8 +110,7 @@ def fastest(hidden: int, intermediate: int, dtype: str = "auto") -> tuple[int, s
 
 def cache_file() -> Path:
     """Where `fastest` keeps what it measured: a JSON file in the user's cache folder."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "specformer" / "decode_speed.json"
+    return native.cache_folder() / "decode_speed.json"
 
 
 def _recall(hidden: int, intermediate: int) -> list[Speed] | None:

@@ -13,6 +13,7 @@ from specformer.errors import UserError
 from specformer.hardware import caption
 from specformer.roofline import A100
 
+ENGINE = ["batch_size", "k", "tps_median", "ratio_to_transformers", "ratio_to_vllm", "theta", "efficiency"]
 COLUMNS = ["batch_size", "k", "kappa", "tps", "speedup", "speedup_min", "speedup_max", "theta"]
 
 
@@ -32,9 +33,6 @@ def table(results: Path, number: int, first: str) -> str:
 def machine(results: Path) -> str:
     """What the benchmark ran on."""
     return caption(pd.read_parquet(results / "throughput.parquet").iloc[0].to_dict())
-
-
-ENGINE = ["batch_size", "k", "tps_median", "ratio_to_transformers", "ratio_to_vllm", "theta", "efficiency"]
 
 
 def engine(results: Path) -> str:

@@ -205,7 +205,8 @@ class EngineSection(Section):
     prefill_chunk: Count
     """Prompt tokens that one prefill call takes; at least 1."""
     attention: Literal["auto", "sdpa", "native", "flash"]
-    """How the cache is read: PyTorch's sdpa, flash-attn's cache kernel, or auto: flash where it can run."""
+    """How the cache is read: PyTorch's sdpa, our native kernel on a CPU, flash-attn's on a GPU, or auto: the
+    best that can run."""
     compile: bool | Literal["auto"]
     """Compile the verify step: true, false, or auto: where the work is long enough to win back the time."""
 

@@ -118,7 +118,7 @@ class DraftConfig:
 class Draft(nn.Module):
     """A draft model.
 
-    label: its name in tables, "(chain)" where its source drafts trees; recipe: arguments of `training.train`
+    label: its name for people, "(chain)" where its source drafts trees; recipe: arguments of `training.train`
     that its source publishes; tapped: how many hidden states it reads, None for any; switches: which of
     SWITCHES it knows; cache_layers: layers of keys and values (of the base's head geometry) kept per
     committed token; final_norm: whether the base's final norm stands between its output and the LM head;

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-march=native")
 FLAGS += ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
 HEAD_SIZES = (16, 32, 64, 96, 128)
+"""Head sizes that `attention` is compiled for (the end of kernels.cpp)."""
 MOST_QUERIES = 128
 """Queries of a key/value head up to which `attention` beats PyTorch's, which is made for long ones."""
 
@@ -48,12 +50,15 @@ def compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept, in the user's cache folder."""
+    """Where what is built or measured once for a machine is kept, in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specformer"
 
 
+Kernels = Mapping[tuple[str, torch.dtype], Callable[..., None]]
+
+
 @cache
-def library() -> ctypes.CDLL | None:
+def library() -> Kernels | None:
     """The compiled kernels, built on first use (2-3 s) and kept in the user's cache folder; None where there
     is no compiler, and where it fails, which is said once."""
     cxx = compiler()
@@ -93,13 +98,14 @@ def _key(cxx: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(found: ctypes.CDLL) -> Kernels:
+    kernels = {}
     for name, letters in _ARGUMENTS.items():
-        for dtype in _NAMES.values():
-            function = getattr(found, f"{name}_{dtype}")
-            function.argtypes = [_TYPES[letter] for letter in letters.replace(" ", "")]
-            function.restype = ctypes.c_int if name == "attention" else None
-    return found
+        for dtype, suffix in _NAMES.items():
+            kernel = kernels[name, dtype] = getattr(found, f"{name}_{suffix}")
+            kernel.argtypes = [_TYPES[letter] for letter in letters.replace(" ", "")]
+            kernel.restype = None
+    return kernels
 
 
 def serves(x: Tensor, y: Tensor) -> bool:
@@ -117,14 +123,15 @@ def serves(x: Tensor, y: Tensor) -> bool:
 
 
 def _call(name: str, dtype: torch.dtype, *arguments: float | int | None) -> None:
-    getattr(library(), f"{name}_{_NAMES[dtype]}")(*arguments)
+    kernels = library()
+    assert kernels is not None  # `serves` was asked first
+    kernels[name, dtype](*arguments)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., H) scaled to a mean square of 1 over H, times weight (H,); rounded once, like F.rms_norm."""
     x = x.contiguous()
     out, size = torch.empty_like(x), x.shape[-1]
-    threads = torch.get_num_threads()
     _call(
         "rms_norm",
         x.dtype,
@@ -134,7 +141,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x.numel() // size,
         size,
         eps,
-        threads,
+        torch.get_num_threads(),
     )
     return out
 

@@ -302,19 +302,16 @@ void attention(const T *q, int64_t q_stride, const T *kv, const int64_t *rows, c
                                  int64_t store_rows, int64_t capacity) {                                             \
         write(k, v, stride, kv, rows, positions, B, n, kv_heads, size, store_rows, capacity);                        \
     }                                                                                                                \
-    extern "C" int attention_##NAME(const T *q, int64_t q_stride, const T *kv, const int64_t *rows,                  \
-                                    const int64_t *positions, T *out, int64_t B, int64_t n, int64_t heads,           \
-                                    int64_t kv_heads, int64_t size, int64_t store_rows, int64_t capacity,            \
-                                    float scale, int threads) {                                                      \
-        auto *run = size == 16    ? attention<T, 1>                                                                  \
-                    : size == 32  ? attention<T, 2>                                                                  \
-                    : size == 64  ? attention<T, 4>                                                                  \
-                    : size == 96  ? attention<T, 6>                                                                  \
-                    : size == 128 ? attention<T, 8>                                                                  \
-                                  : nullptr;                                                                         \
-        if (run == nullptr) return 1;                                                                                \
+    extern "C" void attention_##NAME(const T *q, int64_t q_stride, const T *kv, const int64_t *rows,                 \
+                                     const int64_t *positions, T *out, int64_t B, int64_t n, int64_t heads,          \
+                                     int64_t kv_heads, int64_t size, int64_t store_rows, int64_t capacity,           \
+                                     float scale, int threads) {                                                     \
+        auto *run = size == 16   ? attention<T, 1>                                                                   \
+                    : size == 32 ? attention<T, 2>                                                                   \
+                    : size == 64 ? attention<T, 4>                                                                   \
+                    : size == 96 ? attention<T, 6>                                                                   \
+                                 : attention<T, 8>; /* 128: HEAD_SIZES of __init__.py */                             \
         run(q, q_stride, kv, rows, positions, out, B, n, heads, kv_heads, store_rows, capacity, scale, threads);     \
-        return 0;                                                                                                    \
     }
 FOR(float32, float)
 FOR(bfloat16, bf16)
