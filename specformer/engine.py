@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specformer import sampling
 from specformer.base import Base
+from specformer.budget import Budget, StepCosts, step_costs
 from specformer.cache import KVStore, Window
 from specformer.compiled import CompiledVerify, bucket, choose_compile, worth_compiling
 from specformer.drafts.interface import Draft
@@ -132,6 +133,8 @@ class Row:
     prefilled: int = 0
     decoding: bool = False
     finished: bool = False
+    missed: list[Tensor] = field(default_factory=list)
+    """Hidden states (n, hooks, H) of the newest tokens, which the draft model has not read yet."""
 
     @property
     def length(self) -> int:
@@ -142,14 +145,15 @@ class Row:
 class Engine:
     """Decodes requests in a batch of `batch_size` slots; finished slots are refilled at once.
 
-    base: the LLM; draft: a draft model made for it, or None; k: draft tokens per step, 0..draft_length;
+    base: the LLM; draft: a draft model made for it, or None; k: draft tokens per step, 0..draft_length, or
+    "auto": what pays at each step (`specformer.budget`), whose costs are measured once per machine;
     max_length: most tokens (prompt + new) of one row; prefill_chunk: most prompt tokens per prefill pass;
     sample_drafts: draw drafts from the draft's own distribution (ratio rule) instead of its argmax, for
     requests with a temperature; target: a prepared `Target` of the same base, to share its packed weights;
     attention: how the cache is read, "auto", "sdpa" or "flash" (`layers.choose_attention`); compile: compile
     the verify step of a full batch (`specformer.compiled`): False, True, or "auto", once enough tokens have
     been asked for to win back the time (`expect`); store: keys and values to use instead of its own, which
-    engines that take turns may share.
+    engines that take turns may share; costs: for k = "auto", instead of measured ones.
     Raises UserError for a k the draft cannot give, a max_length the base cannot reach, a store too small, or
     a backend or compiler that is not there.
     """
@@ -159,7 +163,7 @@ class Engine:
         base: Base,
         draft: Draft | None = None,
         *,
-        k: int = 0,
+        k: int | str = 0,
         batch_size: int = 1,
         max_length: int = 2048,
         prefill_chunk: int = 2048,
@@ -168,12 +172,19 @@ class Engine:
         attention: str = "auto",
         compile: bool | str = False,
         store: KVStore | None = None,
+        costs: StepCosts | None = None,
     ):
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}: give at least 1")
         most = 0 if draft is None else draft.draft_length
-        if not 0 <= k <= most:
-            reason = "without a draft model only 0 is possible" if draft is None else f"0..{most}"
+        auto = k == "auto" and draft is not None
+        if auto:
+            k = most
+            if compile is True:
+                raise UserError("engine.compile is for one k: set it to false, or name a k instead of auto")
+            compile = False
+        if not isinstance(k, int) or not 0 <= k <= most:
+            reason = "without a draft model only 0 is possible" if draft is None else f"0..{most} or auto"
             raise UserError(f"k is {k}: {reason}")
         if max_length > base.max_positions:
             raise UserError(f"max_length is {max_length}: {base.name} reaches {base.max_positions} positions")
@@ -207,6 +218,11 @@ class Engine:
         self._pending = torch.zeros(batch_size, **integers)
         self._drafts = torch.zeros(batch_size, k, **integers)
         self._q: Tensor | None = None  # (slots, k, V) draft distributions, for the ratio rule
+        self._held = k  # drafts that each row holds now: all k, or what the budget chose
+        self.budget: Budget | None = None
+        if auto:
+            assert draft is not None
+            self.budget = Budget(costs or step_costs(self.target, draft, batch_size, attention), k)
 
     # ---------------------------------------------------------------- the loop
 
@@ -355,13 +371,13 @@ class Engine:
     # ---------------------------------------------------------------- draft, verify, commit
 
     def _step(self, slots: list[Row]) -> None:
-        B, k = len(slots), self.k
+        B, k = len(slots), self._held
         ends = [row.length + k + 1 for row in slots]
         self._ensure(max(ends))
         if B == self.batch_size and self._compiled is None and self.compile:
             self._maybe_compile(ends)
         with self._timed("verify"):
-            drafts = self._drafts[:B]
+            drafts = self._drafts[:B, :k]
             ids = torch.cat((self._pending[:B, None], drafts), 1)
             logits, taps, window = self._forward(ids, ends)
             accepted, token = self._verify(slots, logits, drafts)
@@ -372,16 +388,57 @@ class Engine:
                 advance = advance * active
             self._length[:B] += advance
             self._pending[:B] = token
-        with self._timed("draft"):
-            self._propose(slots, slice(0, B), taps, accepted, run, window, accepted + 1)
+        if taps is None and self.draft is not None:  # it reads no hidden states
+            taps = torch.empty(*run.shape, 0, self.target.config.hidden_size, device=run.device)
+        wanted = k if self.budget is None else self.budget.choose(B)
+        late = wanted == 0 or any(row.missed for row in slots)  # proposing waits, for a step that drafts again
+        if not late:
+            self._held = wanted
+            with self._timed("draft"):
+                self._propose(slots, slice(0, B), taps, accepted, run, window, accepted + 1)
         with self._timed("rest"):
             host = torch.cat((accepted[:, None], run), 1).tolist()  # the one synchronisation of a step
-            for row, (a, *tokens) in zip(slots, host, strict=True):
+            for b, (row, (a, *tokens)) in enumerate(zip(slots, host, strict=True)):
                 if row.decoding:
+                    if late and taps is not None:
+                        row.missed.append(taps[b, : a + 1])
                     committed = self._commit(row, tokens[: a + 1])
                     kept = min(a, committed)
                     row.result.steps.append(Step(k, kept, committed, kept + 1 - committed))
             self.stats.steps += 1
+            if self.budget is not None:
+                self.budget.record((k, a) for row, (a, *_) in zip(slots, host, strict=True) if row.decoding)
+        if late and self.budget is not None:
+            self._held = wanted
+            if wanted:
+                with self._timed("draft"):
+                    self._catch_up(slots)
+
+    def _catch_up(self, slots: list[Row]) -> None:
+        """Have the draft model read what it missed while nothing was drafted, and draft from there."""
+        left = {
+            s: sum(len(part) for part in row.missed)
+            for s, row in enumerate(slots)
+            if row.decoding and not row.finished
+        }
+        while left:
+            n = max(left.values())
+            # padded to n, a row near its limit would run over the cache's end: it comes in a later pass
+            chosen = [s for s in left if slots[s].length - left[s] + n <= self.store.limit]
+            rows, counts = [slots[s] for s in chosen], [left.pop(s) for s in chosen]
+            taps = torch.nn.utils.rnn.pad_sequence([torch.cat(row.missed) for row in rows], batch_first=True)
+            texts = [row.request.prompt_ids + row.result.ids for row in rows]
+            after = [text[-count:] + [0] * (n - count) for text, count in zip(texts, counts, strict=True)]
+            starts = [row.length - count for row, count in zip(rows, counts, strict=True)]
+            index, start, following, last = (
+                torch.tensor(values, device=self.base.device)
+                for values in (chosen, starts, after, [count - 1 for count in counts])
+            )
+            window = Window.at(index, start, n, max(starts) + n, self.base.dtype, fresh=False)
+            self._ensure(window.upto)
+            self._propose(rows, index, taps, last, following, window, torch.zeros_like(last))
+            for row in rows:
+                row.missed.clear()
 
     def _forward(self, ids: Tensor, ends: list[int]) -> tuple[Tensor, Tensor | None, Window]:
         """Logits and taps of the tokens ids (B, k + 1) behind the first B rows, and their window; ends: each
@@ -428,11 +485,12 @@ class Engine:
         choice = self._choose(rows, logits)
         accepted = sampling.match(choice, drafts)
         token = choice.gather(1, accepted[:, None])[:, 0]
-        drawn = self._drawn(rows) if self.k and self.sample_drafts else []
+        k = drafts.shape[1]
+        drawn = self._drawn(rows) if k and self.sample_drafts else []
         if drawn and self._q is not None:
             p, uniform = self._distribution(rows, drawn, logits)
             accepted[drawn], token[drawn] = sampling.ratio_rule(
-                p, self._q[drawn], drafts[drawn], uniform[:, :-1, 1], uniform[..., 0]
+                p, self._q[drawn, :k], drafts[drawn], uniform[:, :-1, 1], uniform[..., 0]
             )
         return accepted, token
 
@@ -466,8 +524,9 @@ class Engine:
                 self._q[slots, j : j + logits.shape[1]] = head.spread(q)
             return head.to_tokens(tokens)
 
-        self._drafts[index] = self.draft.propose(
-            taps, last, following, window, self.draft_store, self.target, self.k, choose
+        k = max(1, self._held)  # with 0 held it still reads the prompt
+        self._drafts[index, :k] = self.draft.propose(
+            taps, last, following, window, self.draft_store, self.target, k, choose
         )
 
     @staticmethod

@@ -119,26 +119,35 @@ def _recall(hidden: int, intermediate: int) -> list[Speed] | None:
     key = f"{_cpu()}, threads {counts}, torch {torch.__version__}, {hidden} x {intermediate}"
     file = cache_file()
     try:
-        known = json.loads(file.read_text())
-        return [Speed(**record) for record in known[key]]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [Speed(**record) for record in read_cache(file)[key]]
+    except (KeyError, TypeError):
         pass
     if psutil.cpu_percent(0.2) > BUSY_PERCENT:
         return None
     speeds = measure_speeds(hidden, intermediate, counts)
+    write_cache(file, key, [asdict(s) for s in speeds])
+    return speeds
+
+
+def read_cache(file: Path) -> dict[str, Any]:
+    """What was measured before, by key; nothing where the file is missing or damaged."""
     try:
         known = json.loads(file.read_text())
     except (OSError, ValueError):
-        known = {}
-    known = (known if isinstance(known, dict) else {}) | {key: [asdict(s) for s in speeds]}
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def write_cache(file: Path, key: str, value: Any) -> None:
+    """Add a measurement to what others have kept meanwhile; a read-only home is let be."""
+    known = read_cache(file) | {key: value}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(known, indent=2) + "\n")
         temporary.replace(file)
-    except OSError:  # a read-only home: the next process measures for itself
+    except OSError:  # the next process measures for itself
         pass
-    return speeds
 
 
 def _thread_counts() -> list[int]:
