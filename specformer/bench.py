@@ -19,12 +19,14 @@ import torch
 
 from specformer import hardware
 from specformer.base import Base
+from specformer.budget import step_costs
 from specformer.cache import Window
 from specformer.drafts.interface import Draft
 from specformer.engine import Engine, EngineStats, Request, Result
 from specformer.errors import UserError
 from specformer.progress import Progress
 from specformer.sampling import greedy
+from specformer.tables import AUTO
 from specformer.target import Target
 
 BASELINE = "none"
@@ -34,17 +36,20 @@ WARM_UP_PROMPT = 64
 
 @dataclass(frozen=True)
 class Contender:
-    """What is timed: a method's name, its draft model (None: plain decoding) and its k."""
+    """What is timed: a method's name, its draft model (None: plain decoding) and its k, with `auto` the most
+    that the engine may choose."""
 
     method: str
     draft: Draft | None
     k: int
+    auto: bool = False
 
 
-def contenders(drafts: Mapping[str, Draft], ks: Sequence[int]) -> list[Contender]:
-    """The k = 0 baseline first, then every draft model with every k."""
+def contenders(drafts: Mapping[str, Draft], ks: Sequence[int], auto: Sequence[str] = ()) -> list[Contender]:
+    """The k = 0 baseline first, then every draft model with every k, then those of `auto` with k = "auto"."""
     pairs = [Contender(name, draft, k) for name, draft in drafts.items() for k in ks]
-    return [Contender(BASELINE, None, 0), *pairs]
+    chosen = [Contender(name + AUTO, drafts[name], drafts[name].draft_length, True) for name in auto]
+    return [Contender(BASELINE, None, 0), *pairs, *chosen]
 
 
 def take(requests: Sequence[Request], start: int, count: int) -> list[Request]:
@@ -91,6 +96,7 @@ def measure(
     ks: Sequence[int],
     rounds: int,
     round_requests: int,
+    auto: Sequence[str] = (),
     max_length: int,
     prefill_chunk: int,
     attention: str = "auto",
@@ -101,14 +107,17 @@ def measure(
 
     requests: the prompts, cycled through; a round decodes `round_requests` of them, or as many as the batch
     size where that is more, the same for every contender. Before each batch size all contenders warm up;
-    within a round they alternate, and every second round runs in the opposite order. Rounds already recorded
-    in `out_dir` are kept.
+    within a round they alternate, and every second round runs in the opposite order. auto: names of `drafts`
+    that decode with k = "auto" too. Rounds already recorded in `out_dir` are kept.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     machine = hardware.describe(base.dtype, base.device)
-    target = target or Target(base, max_length + max(ks) + 1)
-    field = contenders(drafts, ks)
+    field = contenders(drafts, ks, auto)
+    room = max_length + max(c.k for c in field) + 1
+    target = target or Target(base, room)
+    most = max(batch_sizes)
+    costs = {c.method: step_costs(target, c.draft, most, attention) for c in field if c.draft and c.auto}
     todo = [(b, r) for b in batch_sizes for r in range(rounds)]
     total = sum(max(b, round_requests) for b, _ in todo) * len(field)
     print(
@@ -127,17 +136,18 @@ def measure(
                     continue
                 if not engines:
                     # they take turns, so one store serves all: at a large batch it is most of the memory
-                    store = target.new_store(batch_size, max_length + max(ks) + 1, attention=attention)
+                    store = target.new_store(batch_size, room, attention=attention)
                     engines = [
                         Engine(
                             base,
                             c.draft,
-                            k=c.k,
+                            k="auto" if c.auto else c.k,
+                            costs=costs.get(c.method),
                             batch_size=batch_size,
                             max_length=max_length,
                             prefill_chunk=prefill_chunk,
                             attention=attention,
-                            compile=compile,
+                            compile=compile and not c.auto,
                             target=target,
                             store=store,
                         )

@@ -1,8 +1,8 @@
 """Which k pays: the paper's budget k <= rho / batch size, by measured costs instead of the roofline's.
 
-A step of B rows that verifies k drafts a row takes verify(B, k + 1) + draft(B) seconds and yields
-1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens a row, a_j being how often draft j is accepted where those before it
-were. The k with the most tokens per second is chosen anew for every step; 0 is plain decoding, without a draft.
+A step of B rows that verifies k drafts a row takes verify(B, k + 1) + draft(B, k) seconds and yields
+1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens a row, a_j being how often draft j is accepted where those
+before it were. The k with the most tokens per second is chosen anew for every step; 0 is plain decoding.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from statistics import median
 from pathlib import Path
+from statistics import median
 
 import torch
+from torch import Tensor
 
 from specformer import hardware, native
 from specformer.cache import Window
@@ -36,20 +37,20 @@ class StepCosts:
     """Seconds of a step's parts on one machine, for one base and draft.
 
     rows: batch sizes that were measured, ascending; verify[i][n - 1]: a pass of n tokens for each of rows[i]
-    rows; draft[i]: proposing after it.
+    rows; draft[i][k - 1]: proposing k tokens after a pass of k + 1.
     """
 
     rows: tuple[int, ...]
     verify: tuple[tuple[float, ...], ...]
-    draft: tuple[float, ...]
+    draft: tuple[tuple[float, ...], ...]
 
     def seconds(self, rows: int, k: int) -> float:
-        """A step of `rows` rows with k drafts each; on the line between the batch sizes that were measured."""
+        """A step of `rows` rows with k drafts each; on the line between measured batch sizes."""
         after = next((i for i, measured in enumerate(self.rows) if measured >= rows), len(self.rows) - 1)
         before = max(after - 1, 0)
         low, high = self.rows[before], self.rows[after]
         share = 1.0 if low == high else (rows - low) / (high - low)
-        ends = [self.verify[i][k] + (self.draft[i] if k else 0.0) for i in (before, after)]
+        ends = [self.verify[i][k] + (self.draft[i][k - 1] if k else 0.0) for i in (before, after)]
         return ends[0] + share * (ends[1] - ends[0])
 
 
@@ -95,23 +96,33 @@ def cache_file() -> Path:
 
 def step_costs(target: Target, draft: Draft, batch_size: int, attention: str = "auto") -> StepCosts:
     """The costs on this machine, measured once (some seconds, said beforehand) and kept in `cache_file()`; a
-    file that is damaged or cannot be written means measuring again."""
+    file that is damaged or cannot be written, and others at work meanwhile, mean measuring again."""
     config, machine = target.config, hardware.describe(target.dtype, target.device)
     parts = [machine[name] for name in ("cpu", "threads", "kernels", "accelerator", "torch", "dtype")]
     parts += [config.num_hidden_layers, config.hidden_size, config.vocab_size, batch_size, attention]
     counts = draft.parameter_counts()
-    parts += [draft.config.kind, counts.shared, counts.per_position, draft.draft_length, draft.config.vocabulary]
+    parts += [
+        draft.config.kind,
+        counts.shared,
+        counts.per_position,
+        draft.draft_length,
+        draft.config.vocabulary,
+    ]
     key = ", ".join(str(part) for part in parts)
     file = cache_file()
     known = hardware.read_cache(file)
     try:
         found = known[key]
-        return StepCosts(tuple(found["rows"]), tuple(map(tuple, found["verify"])), tuple(found["draft"]))
+        return StepCosts(
+            tuple(found["rows"]), *(tuple(map(tuple, found[part])) for part in ("verify", "draft"))
+        )
     except (KeyError, TypeError):
         pass
     print(f"measuring once what a step of up to {batch_size} rows costs here ...", flush=True)
+    idle = not hardware.busy()
     costs = measure_costs(target, draft, batch_size, attention)
-    hardware.write_cache(file, key, asdict(costs))
+    if idle:
+        hardware.write_cache(file, key, asdict(costs))
     return costs
 
 
@@ -120,7 +131,11 @@ def measure_costs(target: Target, draft: Draft, batch_size: int, attention: str 
     """Time steps of 1, 2, 4, ... and `batch_size` rows with every k; the median of ROUNDS each."""
     sizes = sorted({2**i for i in range(batch_size.bit_length()) if 2**i < batch_size} | {batch_size})
     length = draft.draft_length
-    verify, proposals = [], []
+    verify, proposals, head = [], [], draft.head(target)
+
+    def choose(logits: Tensor, j: int) -> Tensor:
+        return head.to_tokens(logits.argmax(-1))
+
     for rows in sizes:
         limit = CONTEXT + 2 * length + 1
         store = target.new_store(rows, limit, attention=attention)
@@ -130,7 +145,8 @@ def measure_costs(target: Target, draft: Draft, batch_size: int, attention: str 
                 each.ensure(limit)
         ids = torch.zeros(rows, length + 1, dtype=torch.long, device=target.device)
         start = torch.full((rows,), CONTEXT, device=target.device)
-        times: dict[int, list[float]] = {n: [] for n in range(length + 2)}
+        last = torch.zeros(rows, dtype=torch.long, device=target.device)
+        times: dict[tuple[str, int], list[float]] = {}
         for _ in range(ROUNDS + 1):  # every n in turn, so that a slow moment does not fall on one
             for n in range(1, length + 2):
                 clock = time.perf_counter()
@@ -138,23 +154,15 @@ def measure_costs(target: Target, draft: Draft, batch_size: int, attention: str 
                 hidden, taps = target.forward(ids[:, :n], window, store, draft.hooks)
                 choice = target.logits(hidden).argmax(-1)
                 choice.cpu()
-                times[n].append(time.perf_counter() - clock)
-            if taps is None:
-                taps = torch.empty(*choice.shape, 0, target.config.hidden_size, device=target.device)
-            clock = time.perf_counter()
-            head = draft.head(target)
-            draft.propose(
-                taps,
-                torch.zeros(rows, dtype=torch.long, device=target.device),
-                choice,
-                window,
-                own,
-                target,
-                length,
-                lambda logits, j: head.to_tokens(logits.argmax(-1)),
-            ).cpu()
-            times[0].append(time.perf_counter() - clock)
-        middle = {n: median(seconds[1:]) for n, seconds in times.items()}
-        verify.append(tuple(middle[n] for n in range(1, length + 2)))
-        proposals.append(middle[0])
+                done = time.perf_counter()
+                times.setdefault(("verify", n), []).append(done - clock)
+                if n == 1:
+                    continue
+                if taps is None:
+                    taps = torch.empty(*choice.shape, 0, target.config.hidden_size, device=target.device)
+                draft.propose(taps, last, choice, window, own, target, n - 1, choose).cpu()
+                times.setdefault(("draft", n - 1), []).append(time.perf_counter() - done)
+        middle = {part: median(seconds[1:]) for part, seconds in times.items()}
+        verify.append(tuple(middle["verify", n] for n in range(1, length + 2)))
+        proposals.append(tuple(middle["draft", k] for k in range(1, length + 1)))
     return StepCosts(tuple(sizes), tuple(verify), tuple(proposals))

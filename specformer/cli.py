@@ -92,7 +92,10 @@ def generate(
     base: Annotated[
         str | None, typer.Option(help="Base LLM: folder or hub name; default: the profile's.")
     ] = None,
-    k: Annotated[int | None, typer.Option(help="Draft tokens per step; 0: plain decoding.")] = None,
+    k: Annotated[
+        str | None,
+        typer.Option(help="Draft tokens per step; 0: plain decoding; auto: what pays at each step."),
+    ] = None,
     batch_size: int = 8,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -116,15 +119,17 @@ def generate(
     run = pipeline.open_run(profile)
     llm = load_base(base) if base else run.load_base()
     defaults = Request("1", [], max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    if not (k is None or k == "auto" or k.isdecimal()):
+        raise UserError(f"--k is {k}: give a whole number from 0 on, or auto")
     model = None
-    if k != 0:
+    if k != "0":
         model = load_draft(draft or _best_draft(run, llm), llm)
-        k = min(4, model.draft_length) if k is None else k
+        k = str(min(4, model.draft_length)) if k is None else k
     max_length = min(max_length, llm.max_positions)
     engine = Engine(
         llm,
         model,
-        k=k or 0,
+        k="auto" if k == "auto" else int(k),
         batch_size=1 if prompt else batch_size,
         max_length=max_length,
         attention=run.settings.engine.attention,

@@ -30,6 +30,8 @@ FinishReason = Literal["stop", "stop_string", "length"]
 CPU_PASS_COST, GPU_PASS_COST = 32, 512
 """What one more pass of prefill costs, in tokens of padding. On a CPU SmolLM2-135M streams its weights in the
 time of some 30 tokens; the GPU's is a guess."""
+MISSED_BYTES = 2**29
+"""Hidden states kept for a draft model that k = "auto" lets rest; beyond, it reads them and rests again."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,10 @@ class Row:
     prefilled: int = 0
     decoding: bool = False
     finished: bool = False
+    read: int = 0
+    """Tokens that the draft model has read, where it may lag behind (k = "auto")."""
     missed: list[Tensor] = field(default_factory=list)
-    """Hidden states (n, hooks, H) of the newest tokens, which the draft model has not read yet."""
+    """Hidden states (n, hooks, H) of those that it has yet to read."""
 
     @property
     def length(self) -> int:
@@ -317,6 +321,8 @@ class Engine:
         """Run newcomers' prompts, right-padded together, in passes of at most `prefill_chunk` tokens. While
         other rows decode, one iteration spends at most that much, so they are never stalled for long."""
         spent, others = 0, any(row.decoding for row in slots)
+        if self.budget is not None and not others:
+            self._held = self.budget.choose(len(slots))
         while True:
             left = {
                 s: len(row.request.prompt_ids) - row.prefilled
@@ -325,17 +331,23 @@ class Engine:
             }
             if not left or (others and spent >= self.prefill_chunk):
                 return
-            order = sorted(left, key=lambda s: -left[s])
-            n = min(left[order[0]], self.prefill_chunk)
-            # padded to n, a row near its limit would run over the cache's end: it comes in a later pass
-            fitting = [s for s in order if slots[s].prefilled + n <= self.store.limit]
-            # and so does one that would cost more as padding than a pass more does
-            cost = CPU_PASS_COST if self.base.device.type == "cpu" else GPU_PASS_COST
-            close = [s for s in fitting if n - left[s] <= cost]
-            chosen = close[: max(1, self.prefill_chunk // n)]
+            n, chosen = self._together(left, {s: slots[s].prefilled for s in left})
             spent += n * len(chosen)
             with self._timed("prefill"):
                 self._prefill_pass(slots, chosen, n)
+
+    def _together(self, left: dict[int, int], start: dict[int, int]) -> tuple[int, list[int]]:
+        """Tokens n and slots of one pass over known text, shorter rows padded to n.
+
+        left: slot -> tokens still to be read; start: slot -> tokens before them."""
+        order = sorted(left, key=lambda s: -left[s])
+        n = min(left[order[0]], self.prefill_chunk)
+        # padded to n, a row near its limit would run over the cache's end: it comes in a later pass
+        fitting = [s for s in order if start[s] + n <= self.store.limit]
+        # and so does one that would cost more as padding than a pass more does
+        cost = CPU_PASS_COST if self.base.device.type == "cpu" else GPU_PASS_COST
+        close = [s for s in fitting if n - left[s] <= cost]
+        return n, close[: max(1, self.prefill_chunk // n)]
 
     def _prefill_pass(self, slots: list[Row], chosen: list[int], n: int) -> None:
         device, rows = self.base.device, [slots[s] for s in chosen]
@@ -355,11 +367,17 @@ class Engine:
         token = self._choose(rows, logits)[:, 0]
         self._length[index] = start + last + 1
         self._pending[index] = token
-        # behind a prompt's end comes the base's token; one cut by the chunk goes on with its own next
-        after = [row.request.prompt_ids[row.prefilled + 1 : row.prefilled + n + 1] for row in rows]
-        following = torch.tensor([part + [-1] * (n - len(part)) for part in after], device=device)
-        following = torch.where(following < 0, token[:, None], following)
-        self._propose(rows, index, taps, last, following, window, torch.ones_like(last))
+        if self.budget is not None and (self._held == 0 or any(row.missed for row in rows)):
+            for row, tap, part in zip(rows, self._read_by_draft(taps, ids), parts, strict=True):
+                row.missed.append(tap[: len(part)])
+        else:
+            # behind a prompt's end comes the base's token; one cut by the chunk goes on with its own next
+            after = [row.request.prompt_ids[row.prefilled + 1 : row.prefilled + n + 1] for row in rows]
+            following = torch.tensor([part + [-1] * (n - len(part)) for part in after], device=device)
+            following = torch.where(following < 0, token[:, None], following)
+            self._propose(rows, index, taps, last, following, window, torch.ones_like(last))
+            for row, part in zip(rows, parts, strict=True):
+                row.read += len(part)
 
         for row, part, first in zip(rows, parts, token.tolist(), strict=True):
             row.prefilled += len(part)
@@ -371,6 +389,9 @@ class Engine:
     # ---------------------------------------------------------------- draft, verify, commit
 
     def _step(self, slots: list[Row]) -> None:
+        if self.budget is not None and self._behind(slots):
+            with self._timed("draft"):
+                self._catch_up(slots)
         B, k = len(slots), self._held
         ends = [row.length + k + 1 for row in slots]
         self._ensure(max(ends))
@@ -388,57 +409,74 @@ class Engine:
                 advance = advance * active
             self._length[:B] += advance
             self._pending[:B] = token
-        if taps is None and self.draft is not None:  # it reads no hidden states
-            taps = torch.empty(*run.shape, 0, self.target.config.hidden_size, device=run.device)
-        wanted = k if self.budget is None else self.budget.choose(B)
-        late = wanted == 0 or any(row.missed for row in slots)  # proposing waits, for a step that drafts again
+        if self.budget is not None:
+            self._held = self.budget.choose(B)
+        # a draft that is not wanted, or has not read all before, reads this later
+        late = self._held == 0 or any(row.missed for row in slots if row.decoding)
         if not late:
-            self._held = wanted
             with self._timed("draft"):
                 self._propose(slots, slice(0, B), taps, accepted, run, window, accepted + 1)
         with self._timed("rest"):
             host = torch.cat((accepted[:, None], run), 1).tolist()  # the one synchronisation of a step
+            unread = self._read_by_draft(taps, run) if late and self.budget is not None else None
             for b, (row, (a, *tokens)) in enumerate(zip(slots, host, strict=True)):
                 if row.decoding:
-                    if late and taps is not None:
-                        row.missed.append(taps[b, : a + 1])
+                    if unread is not None:
+                        row.missed.append(unread[b, : a + 1])
+                    else:
+                        row.read += a + 1
                     committed = self._commit(row, tokens[: a + 1])
                     kept = min(a, committed)
                     row.result.steps.append(Step(k, kept, committed, kept + 1 - committed))
             self.stats.steps += 1
             if self.budget is not None:
                 self.budget.record((k, a) for row, (a, *_) in zip(slots, host, strict=True) if row.decoding)
-        if late and self.budget is not None:
-            self._held = wanted
-            if wanted:
-                with self._timed("draft"):
-                    self._catch_up(slots)
+
+    # ---------------------------------------------------------------- k = "auto": reading later
+
+    def _behind(self, slots: list[Row]) -> bool:
+        """Whether the draft model has to read what it missed: it is to draft again, or that grew large."""
+        missed = sum(row.length - row.read for row in slots if row.decoding)
+        token = len(self.hooks) * self.target.config.hidden_size * self.target.dtype.itemsize
+        return missed > 0 and (self._held > 0 or missed * token > MISSED_BYTES)
 
     def _catch_up(self, slots: list[Row]) -> None:
         """Have the draft model read what it missed while nothing was drafted, and draft from there."""
-        left = {
-            s: sum(len(part) for part in row.missed)
-            for s, row in enumerate(slots)
-            if row.decoding and not row.finished
-        }
-        while left:
-            n = max(left.values())
-            # padded to n, a row near its limit would run over the cache's end: it comes in a later pass
-            chosen = [s for s in left if slots[s].length - left[s] + n <= self.store.limit]
-            rows, counts = [slots[s] for s in chosen], [left.pop(s) for s in chosen]
-            taps = torch.nn.utils.rnn.pad_sequence([torch.cat(row.missed) for row in rows], batch_first=True)
+        while True:
+            start = {s: row.read for s, row in enumerate(slots) if row.decoding and row.missed}
+            if not start:
+                return
+            n, chosen = self._together({s: slots[s].length - read for s, read in start.items()}, start)
+            rows = [slots[s] for s in chosen]
+            whole = [torch.cat(row.missed) for row in rows]
+            counts = [min(n, len(taps)) for taps in whole]
             texts = [row.request.prompt_ids + row.result.ids for row in rows]
-            after = [text[-count:] + [0] * (n - count) for text, count in zip(texts, counts, strict=True)]
-            starts = [row.length - count for row, count in zip(rows, counts, strict=True)]
-            index, start, following, last = (
+            after = [text[row.read + 1 :][:n] for row, text in zip(rows, texts, strict=True)]
+            index, begin, following, last = (
                 torch.tensor(values, device=self.base.device)
-                for values in (chosen, starts, after, [count - 1 for count in counts])
+                for values in (
+                    chosen,
+                    [row.read for row in rows],
+                    [part + [0] * (n - len(part)) for part in after],
+                    [count - 1 for count in counts],
+                )
             )
-            window = Window.at(index, start, n, max(starts) + n, self.base.dtype, fresh=False)
+            window = Window.at(
+                index, begin, n, n + max(row.read for row in rows), self.base.dtype, fresh=False
+            )
             self._ensure(window.upto)
+            pad = torch.nn.utils.rnn.pad_sequence
+            taps = pad([taps[:n] for taps in whole], batch_first=True)
             self._propose(rows, index, taps, last, following, window, torch.zeros_like(last))
-            for row in rows:
-                row.missed.clear()
+            for row, unread, count in zip(rows, whole, counts, strict=True):
+                row.read += count
+                row.missed = [unread[count:]] if count < len(unread) else []
+
+    def _read_by_draft(self, taps: Tensor | None, ids: Tensor) -> Tensor:
+        """The hidden states (B, n, hooks, H) of the tokens ids (B, n), also for a draft that reads none."""
+        if taps is None:
+            return torch.empty(*ids.shape, 0, self.target.config.hidden_size, device=ids.device)
+        return taps
 
     def _forward(self, ids: Tensor, ends: list[int]) -> tuple[Tensor, Tensor | None, Window]:
         """Logits and taps of the tokens ids (B, k + 1) behind the first B rows, and their window; ends: each
@@ -508,8 +546,7 @@ class Engine:
         chosen but not in its result yet, so that the first draft is for the token after them."""
         if self.draft is None:
             return
-        if taps is None:  # it reads no hidden states
-            taps = torch.empty(*following.shape, 0, self.target.config.hidden_size, device=following.device)
+        taps = self._read_by_draft(taps, following)
         head = self.draft.head(self.target)
 
         def choose(logits: Tensor, j: int) -> Tensor:
@@ -524,7 +561,7 @@ class Engine:
                 self._q[slots, j : j + logits.shape[1]] = head.spread(q)
             return head.to_tokens(tokens)
 
-        k = max(1, self._held)  # with 0 held it still reads the prompt
+        k = max(1, self._held)  # one that only catches up drafts too
         self._drafts[index, :k] = self.draft.propose(
             taps, last, following, window, self.draft_store, self.target, k, choose
         )

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from specformer import metrics
+from specformer.tables import AUTO
 
 PALETTE = sns.color_palette("colorblind")
 MARKERS = "osD^vPX*<>"
@@ -142,7 +143,8 @@ def speedup_by_batch(
             # Lines of one batch size stand side by side, so that no bar hides another.
             aside = 1.05 ** (i - (len(lines) - 1) / 2)
             own = _of(drafted, methods[place], k)
-            name = f"k = {k}" if len(methods) == 1 else f"{methods[place]}, k = {k}"
+            most = f"k {'up to' if methods[place].endswith(AUTO) else '='} {k}"
+            name = most if len(methods) == 1 else f"{methods[place]}, {most}"
             _line(ax, own["batch_size"] * aside, own["speedup"], i, label=name)
             ax.errorbar(
                 own["batch_size"] * aside,

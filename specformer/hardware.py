@@ -122,11 +122,16 @@ def _recall(hidden: int, intermediate: int) -> list[Speed] | None:
         return [Speed(**record) for record in read_cache(file)[key]]
     except (KeyError, TypeError):
         pass
-    if psutil.cpu_percent(0.2) > BUSY_PERCENT:
+    if busy():
         return None
     speeds = measure_speeds(hidden, intermediate, counts)
     write_cache(file, key, [asdict(s) for s in speeds])
     return speeds
+
+
+def busy() -> bool:
+    """Whether others use so much of the cores (BUSY_PERCENT) that a measurement would be theirs; 0.2 s."""
+    return psutil.cpu_percent(0.2) > BUSY_PERCENT
 
 
 def read_cache(file: Path) -> dict[str, Any]:

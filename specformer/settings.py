@@ -189,6 +189,8 @@ class ScaleSection(Section):
     """Batch sizes of Table 1, each at least 1."""
     ks: Counts
     """Draft tokens verified a step, each 1 to draft.draft_length."""
+    k_auto: bool
+    """Measure SpecFormer also with the k that pays at each step, chosen by measured costs (0 included)."""
     max_new_tokens: Count
     """Longest answer in tokens; at least 1."""
     rounds: Count

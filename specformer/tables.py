@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from great_tables import GT
 
 BASELINE = "none"
+AUTO = "_auto"
+"""Ends the name of a method whose k the engine chooses; its records hold the most it may choose."""
 VARIANTS = {
     BASELINE: BASELINE,
     "specformer_no_self_distill": "no_self_distill",
@@ -294,6 +296,8 @@ def _display(compared: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     for row in compared.to_dict("records"):
         absent = "not run" if row["status"] == "not run" else "–"
         cells = [str(row[name]) for name in keys]
+        if str(row.get("method", "")).endswith(AUTO):
+            cells[keys.index("k")] = f"auto, 0 to {row['k']}"
         for name in ("kappa", "speedup", "theta"):
             ours = _cell(row[name], ".2f", absent)
             if name == "speedup" and row["status"] != "not run":

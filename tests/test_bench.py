@@ -7,6 +7,7 @@ import pytest
 from helpers import BigramDraft, nano_base, prompts
 
 from specformer import bench
+from specformer.budget import StepCosts
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
 from specformer.target import Target
@@ -70,6 +71,16 @@ def test_step_records(measured, requests):
     assert (sums[0] == sums[2]).all() and (sums[0] == sums[4]).all()
     assert steps.loc[steps["k"] == 4, "accepted"].max() >= 2
     assert {r for _, r in steps.groupby(["batch_size", "round"])["request"].nunique().items()} == {5}
+
+
+def test_auto_is_timed_beside_the_fixed_ks(base, requests, tmp_path, monkeypatch):
+    free = StepCosts((1, 3), ((1.0,) * 5,) * 2, ((0.0,) * 4,) * 2)
+    monkeypatch.setattr(bench, "step_costs", lambda target, draft, rows, attention: free)
+    throughput, steps = measure(base, requests, tmp_path, ks=[2], rounds=1, auto=["bigram"])
+    assert set(throughput.groupby(["method", "k"]).groups) == {("none", 0), ("bigram", 2), ("bigram_auto", 4)}
+    answers = steps.groupby(["batch_size", "method", "request"])["committed"].sum().unstack("method")
+    assert (answers["none"] == answers["bigram_auto"]).all()
+    assert set(steps.loc[steps["method"] == "bigram_auto", "drafted"]) == {4}
 
 
 def test_a_killed_run_keeps_its_rounds_and_goes_on(base, requests, tmp_path, monkeypatch):

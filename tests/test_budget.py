@@ -8,14 +8,14 @@ import pytest
 import torch
 from helpers import nano_base, perturbed_specformer, prompts, run
 
-from specformer import budget
+from specformer import budget, hardware
 from specformer.budget import Budget, StepCosts
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
 from specformer.target import Target
 
 # verifying is free for one row, and costs as many steps as tokens for 16
-COSTS = StepCosts((1, 16), ((1.0, 1.0, 1.0), (1.0, 2.0, 3.0)), (0.1, 0.1))
+COSTS = StepCosts((1, 16), ((1.0, 1.0, 1.0), (1.0, 2.0, 3.0)), ((0.1, 0.1),) * 2)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_costs_between_measured_batch_sizes():
     assert COSTS.seconds(16, 2) == pytest.approx(3.1)
     assert COSTS.seconds(6, 2) == pytest.approx(1.1 + (3.1 - 1.1) / 3)
     assert COSTS.seconds(64, 0) == 1.0, "beyond the largest: the line goes on"
-    assert StepCosts((4,), ((1.0, 1.0),), (0.5,)).seconds(4, 1) == 1.5
+    assert StepCosts((4,), ((1.0, 1.0),), ((0.5,),)).seconds(4, 1) == 1.5
 
 
 def test_the_choice_by_hand():
@@ -54,7 +54,7 @@ def test_positions_count_only_where_they_were_reached():
 
 
 def test_a_gain_within_the_noise_is_not_taken():
-    close = StepCosts((1,), ((1.0, 1.0),), (0.475,))  # 1.5 tokens for 1.475 steps: 1.7 %
+    close = StepCosts((1,), ((1.0, 1.0),), ((0.475,),))  # 1.5 tokens for 1.475 steps: 1.7 %
     assert Budget(close, 1).choose(1) == 0
 
 
@@ -83,7 +83,7 @@ def test_any_pattern_of_k_gives_the_text_of_plain_decoding(nano, ks, sampled):
     engine.budget = Script(*ks)
     found = {result.id: result for result in engine.run(requests)}
     assert {r: found[r].ids for r in plain} == {r: plain[r].ids for r in plain}
-    assert {step.drafted for r in found for step in found[r].steps} <= {*ks, 3}
+    assert {step.drafted for r in found for step in found[r].steps} <= {*ks}
     for result in found.values():
         assert len(result.ids) == 1 + sum(step.committed for step in result.steps)
 
@@ -97,14 +97,14 @@ def test_drafts_after_a_pause_are_those_of_a_draft_that_never_paused(nano):
     paused.budget = Script(*(0,) * 6, 3, 3, 3)
 
     def caches(engine):
-        """Keys and values of the draft for all committed tokens, when row 0 has drafted again and at the end."""
+        """Keys and values of the draft for all committed tokens of a row that it has read whole."""
         seen = {}
         step = engine._step
 
         def spy(slots):
             step(slots)
             for b, row in enumerate(slots):
-                if engine._held == 3 and not row.missed and not row.finished:
+                if engine._held == 3 and row.read == row.length and not row.finished:
                     seen[row.request.id, row.length] = engine.draft_store.kv[0][:, b, :, : row.length].clone()
 
         engine._step = spy
@@ -120,11 +120,16 @@ def test_drafts_after_a_pause_are_those_of_a_draft_that_never_paused(nano):
 
 def test_auto_measures_once_and_keeps_it(nano, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(hardware, "busy", lambda: True)
     draft, target = perturbed_specformer(nano), Target(nano, 300)
     costs = budget.step_costs(target, draft, 3)
     assert costs.rows == (1, 2, 3) and len(costs.verify[0]) == draft.draft_length + 1
-    assert all(s > 0 for part in (*costs.verify, costs.draft) for s in part)
+    assert all(s > 0 for part in (*costs.verify, *costs.draft) for s in part)
+    assert [len(part) for part in costs.draft] == [draft.draft_length] * 3
     assert "measuring once" in capsys.readouterr().out
+    assert not budget.cache_file().exists(), "another's load would be kept"
+    monkeypatch.setattr(hardware, "busy", lambda: False)
+    costs = budget.step_costs(target, draft, 3)
     monkeypatch.setattr(budget, "measure_costs", lambda *asked: pytest.fail("measured again"))
     assert budget.step_costs(target, draft, 3) == costs
     with pytest.raises(pytest.fail.Exception, match="measured again"):
@@ -137,9 +142,9 @@ def test_auto_measures_once_and_keeps_it(nano, monkeypatch, tmp_path, capsys):
 def test_auto_decodes_what_plain_decoding_does(nano):
     requests = [Request(str(i), p, 20) for i, p in enumerate(prompts(nano, 6))]
     plain, _ = run(nano, requests, batch_size=4, max_length=96)
-    free = StepCosts((1, 4), ((1.0,) * 5, (1.0,) * 5), (0.0, 0.0))
-    dear = StepCosts((1, 4), (tuple(range(1, 6)),) * 2, (9.0, 9.0))  # type: ignore[arg-type]
-    for costs, expected in ((free, {4}), (dear, {0, 4})):  # the first step learns what drafts are worth
+    free = StepCosts((1, 4), ((1.0,) * 5,) * 2, ((0.0,) * 4,) * 2)
+    dear = StepCosts((1, 4), ((1.0, 2.0, 3.0, 4.0, 5.0),) * 2, ((9.0,) * 4,) * 2)
+    for costs, expected in ((free, {4}), (dear, {0})):
         engine = Engine(nano, perturbed_specformer(nano), k="auto", batch_size=4, max_length=96, costs=costs)
         found = {result.id: result for result in engine.run(requests)}
         assert {r: found[r].ids for r in plain} == {r: plain[r].ids for r in plain}
@@ -153,3 +158,25 @@ def test_what_auto_cannot_do_is_said(nano):
         Engine(nano, perturbed_specformer(nano), k="auto", compile=True, max_length=64, costs=COSTS)
     with pytest.raises(UserError, match=r"k is many: 0\.\.4 or auto"):
         Engine(nano, perturbed_specformer(nano), k="many", max_length=64)
+
+
+@pytest.mark.parametrize("ks", [(0,), (0, 0, 0, 0, 2)])
+def test_a_resting_draft_keeps_only_so_much(nano, monkeypatch, ks):
+    """Beyond the limit it reads what it missed, in passes of prefill's size, and the text stays the same."""
+    monkeypatch.setattr("specformer.engine.MISSED_BYTES", 0)
+    requests = [Request(str(i), p, 12) for i, p in enumerate(prompts(nano, 5))]
+    plain, _ = run(nano, requests, batch_size=2, max_length=96)
+    engine = Engine(nano, perturbed_specformer(nano), k=3, batch_size=2, max_length=96, prefill_chunk=5)
+    engine.budget = Script(*ks)
+    kept = []
+    step = engine._step
+
+    def spy(slots):
+        step(slots)
+        kept.extend(sum(map(len, row.missed)) for row in slots)
+
+    engine._step = spy
+    found = {result.id: result.ids for result in engine.run(requests)}
+    assert found == {r: plain[r].ids for r in plain}
+    assert max(kept) <= 1 or len(ks) > 1
+    assert max(kept) <= 8, "a prompt that comes in chunks, or a step's tokens"

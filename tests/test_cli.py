@@ -48,6 +48,7 @@ def test_generate_answers_the_lines_that_it_can(
     ("arguments", "part"),
     [
         (("--prompt", "Hello", "--k", 9), "0..4"),
+        (("--prompt", "Hello", "--k", "all"), "--k is all"),
         (("--prompt", "  "), "empty"),
         (("--prompt", "Hello", "--temperature", -1), "temperature"),
         (("--prompt", "Hello", "--stop", ""), "stop string is empty"),

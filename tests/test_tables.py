@@ -203,6 +203,15 @@ def test_markdown_and_html_say_not_run_and_carry_the_caption():
     assert page == again and "not run" in page and "1.10 (1.10 to 2.00)" in page
 
 
+def test_a_k_that_the_engine_chooses_is_said_to_be_its_choice():
+    compared = tables.compare(table1(), tables.paper_table(1), tables.TABLE1_KEYS)
+    measured = compared["status"] != "not run"
+    compared.loc[measured, "method"] = compared.loc[measured, "method"] + tables.AUTO
+    text = tables.to_markdown(compared, title="Table 1", caption="Tiny-1M on a Test CPU")
+    assert "| 1 | auto, 0 to 4 | specformer_auto | 2.00 |" in text
+    assert "| 128 | 8 | specformer | not run |" in text
+
+
 def test_csv_bytes_are_fixed_and_read_back(tmp_path):
     throughput, steps = records()
     tables.write_csv(table1(), tmp_path / "new" / "one.csv")
