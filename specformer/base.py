@@ -6,17 +6,20 @@ converted weights (packaged models) or `base.json`, a pointer to a hub name or a
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from accelerate.utils import align_module_device, convert_file_size_to_int
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -54,6 +57,11 @@ class Base:
     @property
     def num_layers(self) -> int:
         return self.model.config.num_hidden_layers
+
+    @property
+    def spread(self) -> bool:
+        """Whether its layers lie on several devices or on disk (`load_base`'s max_memory)."""
+        return getattr(self.model, "hf_device_map", None) is not None
 
     @property
     def max_positions(self) -> int:
@@ -129,12 +137,18 @@ def load_base(
     revision: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    max_memory: Mapping[int | str, str] | None = None,
 ) -> Base:
     """Load a base LLM, frozen and in eval mode, with SDPA attention.
 
     source: a hub name, a local folder with weights, or a folder made by `prepare_base`.
     dtype: "float32", "bfloat16", "float16" or "auto": bfloat16 on a GPU; on a CPU the faster of float32 and
         bfloat16, measured once a machine. device: "cpu", "cuda", "cuda:N" or "auto".
+
+    max_memory: for a base that does not fit `device`: where its layers may lie and how much they may take
+        there, such as {0: "20GiB", 1: "20GiB", "cpu": "60GiB"}; the first layers go to the first device, what
+        fits none is read from the files each time it runs. Embedding, head and last layer are on `device`,
+        and count. Such a base can be learnt from, not decoded with.
 
     On a CPU torch's threads are set to the number that decodes fastest, unless OMP_NUM_THREADS says
     otherwise (`hardware.fastest`).
@@ -149,6 +163,14 @@ def load_base(
         threads, dtype = hardware.fastest(config.hidden_size, config.intermediate_size, dtype)
         torch.set_num_threads(threads)
     torch_dtype = choose_dtype(dtype)
+    places: dict[str, Any] = {}
+    if max_memory is not None:
+        offload = tempfile.mkdtemp(prefix="specformer-layers-")  # for weights that are in no safetensors file
+        atexit.register(shutil.rmtree, offload, ignore_errors=True)
+        places = {
+            "device_map": _place_layers(config, torch_dtype, torch_device, max_memory),
+            "offload_folder": offload,
+        }
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -158,6 +180,7 @@ def load_base(
             attn_implementation="sdpa",
             output_loading_info=True,
             revision=revision or "main",
+            **places,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -170,7 +193,8 @@ def load_base(
             f"base.source: the weights of {source!r} are incomplete: {len(wrong)} tensors are "
             f"missing or of another shape, for example {wrong[0]}"
         )
-    model.to(torch_device)
+    if not places:
+        model.to(torch_device)
     model.requires_grad_(False)
     model.eval()
     return Base(
@@ -181,6 +205,43 @@ def load_base(
         device=torch_device,
         stop_token_ids=_stop_token_ids(model.generation_config, config, tokenizer),
     )
+
+
+def _place_layers(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, max_memory: Mapping[int | str, str]
+) -> dict[str, Any]:
+    """accelerate's device map: which module lies where, with "disk" for what fits nowhere."""
+    own = "cpu" if device.type == "cpu" else device.index or 0
+    room: dict[int | str, int] = {}
+    for place, amount in max_memory.items():
+        try:
+            room[place] = convert_file_size_to_int(amount)
+        except (ValueError, AttributeError):
+            raise UserError(f"base.max_memory: {place}: {amount!r} is no size such as 20GiB") from None
+        if place != "cpu":
+            choose_device(f"cuda:{place}")
+    with init_empty_weights():
+        empty: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    layers = empty.model.layers
+    layer_bytes = sum(p.numel() for p in layers[0].parameters()) * dtype.itemsize
+    total = sum(p.numel() for p in empty.parameters()) * dtype.itemsize
+    # what the draft reads besides hidden states: the ends, and the last layer, which it may start from
+    places: dict[str, Any] = dict.fromkeys(
+        ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), own
+    )
+    places[f"model.layers.{len(layers) - 1}"] = own
+    room[own] = room.get(own, 0) - (total - (len(layers) - 1) * layer_bytes)
+    if room[own] < 0:
+        raise UserError(
+            f"base.max_memory: {own}: embedding, head and last layer alone take "
+            f"{(total - (len(layers) - 1) * layer_bytes) / 2**30:.2f} GiB; allow at least that"
+        )
+    for i in range(len(layers) - 1):
+        place = next((p for p, free in room.items() if free >= layer_bytes), "disk")
+        places[f"model.layers.{i}"] = place
+        if place != "disk":
+            room[place] -= layer_bytes
+    return places
 
 
 def load_tokenizer(source: str | os.PathLike[str], *, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -347,6 +408,8 @@ def base_fingerprint(model: PreTrainedModel) -> str:
         f"model.layers.{last}.mlp.down_proj.weight",
         "model.norm.weight",
     ):
-        weight = model.get_parameter(name).reshape(-1)[-1024:]
-        digest.update(weight.to("cpu", torch.bfloat16).float().numpy().tobytes())
+        module, _, parameter = name.rpartition(".")
+        with align_module_device(model.get_submodule(module)):  # it may lie on disk
+            weight = model.get_parameter(name).reshape(-1)[-1024:]
+            digest.update(weight.to("cpu", torch.bfloat16).float().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -111,7 +111,8 @@ class Run:
 
         wanted = self.settings.base
         self.require(self.paths.base, "base")
-        base = load_base(self.paths.base, dtype=wanted.dtype, device=wanted.device)
+        where = {"device": wanted.device, "max_memory": wanted.max_memory}
+        base = load_base(self.paths.base, dtype=wanted.dtype, **where)
         check_against_base(self.settings, base.num_layers, base.max_positions)
         return base
 

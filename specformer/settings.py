@@ -59,6 +59,9 @@ class BaseSection(Section):
     """What the weights are held in; auto asks the machine."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
     """auto, cpu, cuda or cuda:N."""
+    max_memory: dict[Annotated[int, Field(ge=0)] | Literal["cpu"], Text] | None
+    """For training with a base that does not fit its device: most memory of its layers by GPU number or cpu,
+    such as {0: 20GiB, cpu: 60GiB}; what fits nowhere is read from disk. null: all on base.device."""
 
 
 class CorpusSection(Section):

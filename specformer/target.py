@@ -8,6 +8,7 @@ Float32 results equal transformers' own (tests/test_target.py). Llama, Qwen2 and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from specformer.base import Base
 from specformer.cache import KVStore, Window
+from specformer.errors import UserError
 from specformer.layers import RotaryTable, cached_attention, choose_attention, rms_norm, split_heads, swiglu
 from specformer.matmul import Linear, linear
 
@@ -141,7 +143,8 @@ class Target:
         self.rotary = RotaryTable(model.model.rotary_emb, max_length, self.dtype, self.device)
         self.embedding = model.model.embed_tokens.weight
         self.head = Head(model.model.norm.weight, self.eps, model.lm_head.weight)
-        self.layers = [self._prepare(layer) for layer in model.model.layers]
+        # a base that is spread over devices runs as transformers has it
+        self.layers = [] if base.spread else [self._prepare(layer) for layer in model.model.layers]
 
     def _prepare(self, layer) -> Layer:
         a, m = layer.self_attn, layer.mlp
@@ -165,8 +168,14 @@ class Target:
 
     def new_store(self, rows: int, limit: int, layers: int | None = None, attention: str = "auto") -> KVStore:
         """A key/value store of the LLM's head geometry for `rows` rows of at most `limit` tokens, read by an
-        attention backend (UserError for one that cannot run here, see `layers.choose_attention`)."""
-        count = len(self.layers) if layers is None else layers
+        attention backend (UserError for one that cannot run here, see `layers.choose_attention`, and for a
+        base that is spread over devices)."""
+        if self.base.spread:
+            raise UserError(
+                f"{self.base.name} is spread over devices (base.max_memory) and can only be learnt from: to "
+                "decode, give a base.device that holds it and set base.max_memory to null"
+            )
+        count = self.config.num_hidden_layers if layers is None else layers
         backend = choose_attention(attention, self.device, self.dtype)
         return KVStore(
             count, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device, attention=backend
@@ -193,7 +202,10 @@ class Target:
         the tapped hidden states (B, n, len(hooks), H), or None without hooks.
 
         hooks: indices i of HS[i], 0 the embedding and i the output of layer i. HS[L] is the last layer's own
-        output, before the final norm (transformers' hidden_states[-1] is after it)."""
+        output, before the final norm (transformers' hidden_states[-1] is after it). A base that is
+        spread over devices takes whole sequences only."""
+        if self.base.spread:
+            return self._forward_spread(ids, hooks)
         B, n = ids.shape
         cos, sin = self.rotary.at(window.positions)
         x = F.embedding(ids, self.embedding)
@@ -208,6 +220,26 @@ class Target:
                 states[i + 1] = x
         taps = torch.stack([states[i] for i in hooks], 2) if hooks else None
         return x, taps
+
+    def _forward_spread(self, ids: Tensor, hooks: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """`forward` by transformers' own modules, which accelerate brings together layer by layer."""
+        model: Any = self.base.model.model
+        states = {0: F.embedding(ids, self.embedding)}
+
+        def keep(i: int):
+            def hook(module: nn.Module, given: Any, out: Any) -> None:
+                states[i] = (out[0] if isinstance(out, tuple) else out).to(self.device)
+
+            return hook
+
+        last = self.config.num_hidden_layers
+        watched = [model.layers[i - 1].register_forward_hook(keep(i)) for i in {*hooks, last} - {0}]
+        try:
+            model(input_ids=ids, use_cache=False)
+        finally:
+            for handle in watched:
+                handle.remove()
+        return states[last], torch.stack([states[i] for i in hooks], 2) if hooks else None
 
     def encode(self, ids: Tensor, hooks: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """`forward` over whole right-padded sequences (B, n) without a cache: causal attention makes the

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import prompts
 
-from specformer.base import load_base
+from specformer.base import base_fingerprint, load_base
+from specformer.engine import Engine
+from specformer.errors import UserError
 from specformer.target import Target, fuse, linear
 
 BASES = ["tiny_llama", "tiny_qwen2", "tiny_qwen3"]
@@ -55,6 +58,43 @@ def test_every_tap_and_logits_equal_transformers(base):
 def test_smollm2_equals_transformers(smollm2):
     ids = torch.tensor([smollm2.tokenizer("The river rose in the night, and in the morning").input_ids])
     assert_equal_to_transformers(smollm2, ids, 2e-5)
+
+
+def test_a_base_spread_to_disk_says_the_same_and_is_not_decoded_with(tiny_llama, tiny_llama_folder):
+    some: Any = tiny_llama.model.model
+    layer = sum(p.numel() for p in some.layers[0].parameters()) * 4
+    ends = sum(p.numel() for p in [*some.embed_tokens.parameters(), *some.norm.parameters()]) * 4
+    ends += tiny_llama.model.lm_head.weight.numel() * 4
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
+    spread: Any = load_base(
+        tiny_llama_folder, max_memory={"cpu": f"{(ends + 2 * layer) / 1024}KiB"}, **options
+    )
+    places = [spread.model.hf_device_map[f"model.layers.{i}"] for i in range(4)]
+    assert places == ["cpu", "disk", "disk", "cpu"], "the last one the draft may start from"
+    assert spread.model.model.layers[1].mlp.down_proj.weight.device.type == "meta"
+    assert base_fingerprint(spread.model) == base_fingerprint(tiny_llama.model)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 300, (2, 20))
+    for hooks in ((0, 2, 4), ()):
+        hidden, taps = Target(tiny_llama, 64).encode(ids, hooks)
+        found, found_taps = Target(spread, 64).encode(ids, hooks)
+        torch.testing.assert_close(found, hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found_taps, taps, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="spread over devices .* can only be learnt from"):
+        Engine(spread, max_length=64)
+
+
+@pytest.mark.parametrize(
+    ("max_memory", "said"),
+    [
+        ({"cpu": "1KiB"}, "embedding, head and last layer alone take"),
+        ({"cpu": "much"}, "'much' is no size such as 20GiB"),
+        ({"cpu": "1GiB", 99: "1GiB"}, "'cuda:99' was asked for"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(tiny_llama_folder, max_memory, said):
+    with pytest.raises(UserError, match=said):
+        load_base(tiny_llama_folder, dtype="float32", device="cpu", max_memory=max_memory)
 
 
 def test_taps_come_in_the_order_asked(tiny_llama):

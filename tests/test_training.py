@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from helpers import Killed, answered, killed_at, nano_base, perturbed_specformer
 
 from specformer import training
 from specformer.base import base_fingerprint, load_base
-from specformer.drafts import SpecFormer, load_draft
+from specformer.drafts import SpecFormer, load_draft, new_draft
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
 from specformer.hidden import HiddenStates
@@ -479,3 +480,23 @@ def test_a_tracker_that_is_not_installed_is_named(base, rows, tmp_path, monkeypa
     monkeypatch.setattr("accelerate.accelerator.filter_trackers", lambda *_: [])  # as without the package
     with pytest.raises(UserError, match="tensorboard is not installed: pip install tensorboard"):
         train(base, fresh_draft(base), rows, rows[:4], tmp_path, **settings(log_with="tensorboard"))
+
+
+def test_a_base_that_does_not_fit_teaches_the_same(tiny_llama, tiny_llama_folder, tmp_path):
+    """Two of its layers are read from disk as they run."""
+    rows = answered(tiny_llama, 12, 10)
+    model: Any = tiny_llama.model
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    layer = sum(p.numel() for p in model.model.layers[0].parameters()) * 4
+    room: dict[int | str, str] = {"cpu": f"{(weights - 2 * layer) / 1024}KiB"}
+    spread: Any = load_base(tiny_llama_folder, dtype="float32", device="cpu", max_memory=room)
+    assert list(spread.model.hf_device_map.values()).count("disk") == 2
+    losses = {}
+    for name, base in (("whole", tiny_llama), ("spread", spread)):
+        draft = new_draft(base, "specformer", rows, hooks=(0, 2, 4), init="base", seed=0, draft_length=3)
+        options = settings(hidden_gib=0.0, soft_labels=4)
+        train(base, draft, rows, rows[:4], tmp_path / name, **options)
+        log = (tmp_path / name / "log.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in log]
+    assert losses["spread"] == pytest.approx(losses["whole"], rel=1e-5)
+    assert load_draft(tmp_path / "spread", tiny_llama).draft_length == 3
