@@ -345,9 +345,10 @@ def bench_drafts(
     seeds: Annotated[int, typer.Option(help="Runs of each variant.")] = 3,
     epochs: Annotated[int | None, typer.Option(help="Default: the profile's.")] = None,
     dialogues: Annotated[int | None, typer.Option(help="Default: all that were distilled.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A variant; default: all of them.")] = None,
 ) -> None:
     """Every change to the draft and its training on the same dialogues: tokens per step over seeds."""
-    from specformer import shards, study
+    from specformer import figures, hardware, shards, study
     from specformer.base import resolve_hooks
     from specformer.tables import write_text
     from specformer.target import Target
@@ -357,6 +358,9 @@ def bench_drafts(
         raise UserError(
             f"profile {profile} has no section `plus`: there is nothing to compare (see params/cpu)"
         )
+    changes = study.variants(run.settings.draft.vocabulary, run.settings.plus.model_dump())
+    if unknown := [name for name in only or () if name not in changes]:
+        raise UserError(f"--only {unknown[0]!r} is no variant: {', '.join(changes)}")
     llm, train = run.load_base(), run.settings.train
     options = train.model_dump() | {"epochs": epochs or train.epochs}
     rows = {
@@ -368,19 +372,28 @@ def bench_drafts(
     }
     draft = run.settings.draft.model_dump(exclude={"vocabulary"})
     draft["hooks"] = resolve_hooks(run.settings.draft.hooks, llm.num_layers)
-    table = study.study(
+    table, curves = study.study(
         llm,
         Target(llm, train.max_length),
         rows["train"][:dialogues],
         rows["validation"],
         run.paths.data / "study",
-        changes=study.variants(run.settings.draft.vocabulary, run.settings.plus.model_dump()),
+        changes={name: change for name, change in changes.items() if name in (only or changes)},
         seeds=range(seeds),
         draft=draft,
         options=options,
     )
-    path = run.paths.results / "draft_quality.csv"
-    write_text(table.to_csv(index=False, float_format="%.6g"), path)
+    for name, frame in (("draft_quality", table), ("draft_curves", curves)):
+        write_text(frame.to_csv(index=False, float_format="%.6g"), run.paths.results / f"{name}.csv")
+    machine = hardware.caption(hardware.describe(llm.dtype, llm.device))
+    count = min(dialogues or len(rows["train"]), len(rows["train"]))
+    figures.draft_quality(
+        table,
+        curves,
+        run.paths.figures / "draft_quality",
+        caption=f"{llm.name}, {count} dialogues, {options['epochs']} epoch(s), {table['seed'].nunique()} "
+        f"seed(s), validated on {len(rows['validation'])} dialogues; {machine}.",
+    )
     print(study.summarise(table).to_string(index=False, float_format=lambda x: f"{x:.3f}"))
 
 

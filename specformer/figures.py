@@ -276,6 +276,32 @@ def engine_ratios(table: pd.DataFrame, out: Path | str, *, caption: str) -> Figu
         return _finish(fig, out, caption)
 
 
+def draft_quality(table: pd.DataFrame, curves: pd.DataFrame, out: Path | str, *, caption: str) -> Figure:
+    """Tokens per step of each variant of the study, a dot for each seed, and how they were reached in time.
+
+    table, curves: the two results of `study.study` (or their CSVs). A line is the mean over seeds.
+    """
+    metrics.require_columns(table, ["variant", "seed", "tokens_per_step"], "rows of the study")
+    metrics.require_columns(curves, ["variant", "seconds", "step", "tokens_per_step"], "curves of the study")
+    variants = list(dict.fromkeys(table["variant"]))
+    with matplotlib.rc_context(_STYLE):
+        fig, (left, right) = _axes(2)
+        for i, name in enumerate(variants):
+            own = table.loc[table["variant"] == name, "tokens_per_step"]
+            place = len(variants) - 1 - i  # the first one on top
+            _line(left, own, [place] * len(own), i, hollow=True)
+            left.plot(own.mean(), place, "|", color=PALETTE[i % 10], markersize=18, markeredgewidth=3)
+            course: Any = curves.loc[curves["variant"] == name].groupby("step")
+            mean = course[["seconds", "tokens_per_step"]].mean()
+            _line(right, mean["seconds"] / 60, mean["tokens_per_step"], i, crowd=1)
+        left.set_yticks(range(len(variants)), variants[::-1])
+        left.set(xlabel="tokens per step", ylim=(-0.6, len(variants) - 0.4))
+        left.set_title("at equal data")
+        right.set(xlabel="minutes of training", ylabel="tokens per step")
+        right.set_title("on the way, colours as left")
+        return _finish(fig, out, caption)
+
+
 # --- shared ----------------------------------------------------------------------------------
 
 

@@ -55,13 +55,14 @@ def study(
     seeds: Sequence[int],
     draft: Mapping[str, Any],
     options: Mapping[str, Any],
-) -> pd.DataFrame:
-    """Train every variant with every seed and validate it; a row each.
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Train every variant with every seed and validate it; a row each, and the curves that led there.
 
     changes: name -> settings that differ from PAPER; draft: arguments of `new_draft`, options: of `train`.
     Columns: variant, seed, steps, tokens, seconds (of training, the base's hidden states not counted),
     tokens_per_step (best validation), equal_time (best validation reached within the seconds of the seed's
     fastest variant), accuracy_1.. (last validation, per draft position), machine.
+    Columns of the curves, a row for each validation: variant, seed, step, tokens, seconds, tokens_per_step.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     most = max(int(change.get("soft_labels", 0)) for change in changes.values())
@@ -91,7 +92,14 @@ def study(
             )
             lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
             logs[name, seed] = [line for line in lines if "validation" in line]
-    return compare(logs, names=list(changes)).assign(**hardware.describe(base.dtype, base.device))
+    rows_ = compare(logs, names=list(changes)).assign(**hardware.describe(base.dtype, base.device))
+    shown = ("step", "tokens", "seconds", "tokens_per_step")
+    curves = [
+        {"variant": name, "seed": seed, **{key: line[key] for key in shown}}
+        for (name, seed), lines in logs.items()
+        for line in lines
+    ]
+    return rows_, pd.DataFrame(curves)
 
 
 def compare(
@@ -119,7 +127,8 @@ def compare(
 
 
 def summarise(rows: pd.DataFrame, reference: str = "specformer") -> pd.DataFrame:
-    """Mean, smallest and largest over seeds of each variant, and its difference to `reference`'s mean.
+    """Mean, smallest and largest over seeds of each variant, and its difference to `reference`'s mean (to
+    the first variant's where that was not trained).
 
     certain: whether the two ranges over seeds do not overlap.
     """
@@ -132,7 +141,7 @@ def summarise(rows: pd.DataFrame, reference: str = "specformer") -> pd.DataFrame
         first_position=("accuracy_1", "mean"),
         seconds=("seconds", "mean"),
     )
-    own = spread.loc[reference]
+    own = spread.loc[reference if reference in spread.index else spread.index[0]]
     spread["difference"] = spread["tokens_per_step"] - own["tokens_per_step"]
     spread["certain"] = (spread["lowest"] > own["highest"]) | (spread["highest"] < own["lowest"])
     return spread.reset_index()

@@ -50,7 +50,16 @@ def log() -> list[dict]:
     return rows
 
 
+def study() -> tuple[pd.DataFrame, pd.DataFrame]:
+    rows = [(name, seed, top + 0.1 * seed) for name, top in (("a", 1.2), ("b", 1.4)) for seed in (0, 1)]
+    table = pd.DataFrame(rows, columns=pd.Index(["variant", "seed", "tokens_per_step"]))
+    curves = [(n, s, step, 60.0 * step * (1 + s), t * step / 2) for n, s, t in rows for step in (1, 2)]
+    names = ["variant", "seed", "step", "seconds", "tokens_per_step"]
+    return table, pd.DataFrame(curves, columns=pd.Index(names))
+
+
 DRAW = {
+    "study": lambda out: figures.draft_quality(*study(), out, caption=CAPTION),
     "figure1": lambda out: figures.throughput_by_tokens(figure1_records(), out, caption=CAPTION),
     "kappa": lambda out: figures.acceptance_by_position({"a": positions()}, out, caption=CAPTION),
     "speedup": lambda out: figures.speedup_by_batch(
@@ -124,6 +133,15 @@ def test_training_curves_show_loss_validation_and_the_last_accuracy(tmp_path):
     plain = [{"step": 1, "loss": 2.0}]  # nothing validated yet
     fig = figures.training_curves({"a": plain}, tmp_path / "g", caption="c")
     assert not fig.axes[1].get_lines() and not fig.axes[2].get_lines()
+
+
+def test_the_study_shows_every_seed_and_the_mean_on_the_way(tmp_path):
+    fig = DRAW["study"](tmp_path / "f")
+    left, right = fig.axes
+    drawn = [points(line) for line in left.get_lines()]
+    assert drawn[0] == [[1.2, 1], [pytest.approx(1.3), 1]] and drawn[1] == [[1.25, 1]], "the first on top"
+    assert [label.get_text() for label in left.get_yticklabels()] == ["b", "a"]
+    assert points(right.get_lines()[1]) == [[1.5, pytest.approx(0.725)], [3.0, pytest.approx(1.45)]]
 
 
 def test_masks_are_the_arrays_given(tmp_path):

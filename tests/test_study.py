@@ -63,6 +63,8 @@ def test_a_difference_within_the_spread_is_not_certain():
     found = summarise(rows).set_index("variant")
     assert found["certain"].to_dict() == {"specformer": False, "near": False, "far": True}
     assert found.loc["far", "difference"] == pytest.approx(0.3)
+    alone = summarise(rows.loc[rows["variant"] != "specformer"]).set_index("variant")
+    assert alone["difference"].tolist() == pytest.approx([0, 0.225]), "the first stands in for it"
 
 
 def test_a_study_trains_every_variant_and_seed_once(tiny_tokenizer, tmp_path, capsys):
@@ -87,7 +89,7 @@ def test_a_study_trains_every_variant_and_seed_once(tiny_tokenizer, tmp_path, ca
             options=options,
         )
 
-    found = run()
+    found, curves = run()
     assert list(zip(found["variant"], found["seed"], strict=True)) == [
         ("specformer", 0), ("specformer", 1), ("more", 0), ("more", 1),
     ]  # fmt: skip
@@ -95,6 +97,9 @@ def test_a_study_trains_every_variant_and_seed_once(tiny_tokenizer, tmp_path, ca
     assert set(found["steps"]) == {2}
     assert {"accuracy_1", "accuracy_2", "cpu", "dtype", "threads"} <= set(found)
     capsys.readouterr()
-    again = run()
+    last = curves.groupby(["variant", "seed"]).last()["step"]
+    assert list(curves) == ["variant", "seed", "step", "tokens", "seconds", "tokens_per_step"]
+    assert set(last) == {2} and len(last) == 4
+    again, _ = run()
     assert capsys.readouterr().out.count("finished earlier") == 4
     pd.testing.assert_frame_equal(again, found)
