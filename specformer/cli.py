@@ -177,25 +177,37 @@ def _best_draft(run: pipeline.Run, llm: Base) -> Path:
 
 
 @app.command("package")
-def package_draft(profile: Profile = "cpu") -> None:
+def package_draft(
+    profile: Profile = "cpu",
+    variant: Annotated[
+        str | None,
+        typer.Option("--study", help="A variant of `bench drafts`, seed 0; default: the pipeline's draft."),
+    ] = None,
+) -> None:
     """Replace the draft that comes with the package by the profile's best; writes its record and card."""
     import pandas as pd
 
-    from specformer import pretrained
+    from specformer import pretrained, study
     from specformer.base import load_base
     from specformer.drafts import load_draft
 
     run = pipeline.open_run(profile)
-    source = run.require(run.paths.drafts / run.methods[-1], "train")
+    if variant is None:
+        source = run.require(run.paths.drafts / run.methods[-1], "train")
+        made_by, file = "dvc repro", run.require(run.paths.results / "throughput.parquet", "scale")
+        machine = pd.read_parquet(file).iloc[0].to_dict()
+    else:
+        source = study.run_folder(run.paths.data / "study", variant, 0)
+        file = run.paths.results / "draft_quality.csv"
+        if not (source.exists() and file.exists()):
+            raise UserError(f"{source} is missing: run `specformer bench drafts {profile}`")
+        made_by, machine = f"specformer bench drafts {profile}", pd.read_csv(file).iloc[0].to_dict()
     llm = load_base(run.require(run.paths.base, "base"), dtype="float32", device="cpu")
-    machine = (
-        pd.read_parquet(run.require(run.paths.results / "throughput.parquet", "scale")).iloc[0].to_dict()
-    )
     folder = pretrained.package(
         source,
         llm,
         load_draft(source, llm),
-        command=f"dvc repro (profile {profile}, commit {machine['commit']})",
+        command=f"{made_by} (profile {profile}, commit {machine['commit']})",
         data=f"prompts of {run.settings.corpus.source}, answers by the base LLM",
         machine=machine,
     )

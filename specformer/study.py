@@ -44,6 +44,11 @@ def variants(vocabulary: int, plus: Mapping[str, Any]) -> dict[str, dict[str, An
     }
 
 
+def run_folder(out_dir: Path, name: str, seed: int) -> Path:
+    """Where `study` keeps the run of a variant and seed."""
+    return out_dir / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+
+
 def study(
     base: Base,
     target: Target,
@@ -77,7 +82,7 @@ def study(
                 base, "specformer", rows, **draft, seed=seed, **{key: settings[key] for key in OF_THE_DRAFT}
             )
             own = {key: value for key, value in settings.items() if key not in OF_THE_DRAFT}
-            folder = out_dir / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+            folder = run_folder(out_dir, name, seed)
             train(
                 base,
                 fresh,
