@@ -65,8 +65,8 @@ def study(
 
     changes: name -> settings that differ from PAPER; draft: arguments of `new_draft`, options: of `train`.
     Columns: variant, seed, steps, tokens, seconds (of training, the base's hidden states not counted),
-    tokens_per_step (best validation), equal_time (best validation reached within the seconds of the seed's
-    fastest variant), accuracy_1.. (last validation, per draft position), machine.
+    tokens_per_step (best validation), equal_time (best validation within the time of the fastest variant, each
+    at the pace of its least disturbed seed), accuracy_1.. (last validation, per draft position), machine.
     Columns of the curves, a row for each validation: variant, seed, step, tokens, seconds, tokens_per_step.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -111,9 +111,13 @@ def compare(
     logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], names: Sequence[str]
 ) -> pd.DataFrame:
     """Validation lines of each (variant, seed) -> the rows of `study`, in the order of `names`."""
+    # machines are shared: another's load would pass for a slow variant
+    pace: dict[str, float] = {}
+    for (name, _), lines in logs.items():
+        pace[name] = min(pace.get(name, np.inf), lines[-1]["seconds"] / lines[-1]["step"])
+    shortest = min(pace[name] * lines[-1]["step"] for (name, _), lines in logs.items())
     found = []
     for (name, seed), lines in sorted(logs.items(), key=lambda item: (names.index(item[0][0]), item[0][1])):
-        shortest = min(other[-1]["seconds"] for (_, s), other in logs.items() if s == seed)
         curve = np.maximum.accumulate([line["tokens_per_step"] for line in lines])
         found.append(
             {
@@ -124,7 +128,9 @@ def compare(
                 "seconds": lines[-1]["seconds"],
                 "tokens_per_step": float(curve[-1]),
                 # the best kept grows between validations: read it off the line through them
-                "equal_time": float(np.interp(shortest, [line["seconds"] for line in lines], curve)),
+                "equal_time": float(
+                    np.interp(shortest / pace[name], [line["step"] for line in lines], curve)
+                ),
                 **{f"accuracy_{j}": a for j, a in enumerate(lines[-1]["validation"]["accuracy"], 1)},
             }
         )

@@ -35,16 +35,18 @@ def test_variants_change_one_thing_each():
 
 
 def test_equal_time_is_read_off_at_the_fastest_variants_end():
+    """Two steps take the fast one 12 s, the slow one 20 s; 12 s are 1.2 of its steps."""
     logs = {
         ("slow", 0): [line(10, 1.2), line(20, 1.4, 2)],
         ("fast", 0): [line(5, 1.1), line(15, 1.3, 2)],
         ("fast", 1): [line(5, 1.1), line(12, 1.05, 2)],
-        ("slow", 1): [line(10, 1.2), line(30, 1.6, 2)],
+        ("slow", 1): [line(10, 1.2), line(90, 1.6, 2)],  # a seed that another job disturbed
     }
     rows = compare(logs, ["fast", "slow"]).set_index(["variant", "seed"])
     assert list(rows.index) == [("fast", 0), ("fast", 1), ("slow", 0), ("slow", 1)]
-    assert rows.loc[("slow", 0), "equal_time"] == pytest.approx(1.3)
-    assert rows.loc[("slow", 1), "equal_time"] == pytest.approx(1.24)
+    assert rows.loc[("slow", 0), "equal_time"] == pytest.approx(1.24)
+    assert rows.loc[("slow", 1), "equal_time"] == pytest.approx(1.28)
+    assert rows.loc[("fast", 0), "equal_time"] == rows.loc[("fast", 0), "tokens_per_step"] == 1.3
     assert rows.loc[("fast", 1), "tokens_per_step"] == 1.1, "the best checkpoint is what is kept"
     assert rows.loc[("slow", 0), ["accuracy_1", "accuracy_2"]].tolist() == [0.5, 0.25]
 
