@@ -65,8 +65,8 @@ def study(
 
     changes: name -> settings that differ from PAPER; draft: arguments of `new_draft`, options: of `train`.
     Columns: variant, seed, steps, tokens, seconds (of training, the base's hidden states not counted),
-    tokens_per_step (best validation), equal_time (best validation within the time of the fastest variant, each
-    at the pace of its least disturbed seed), accuracy_1.. (last validation, per draft position), machine.
+    tokens_per_step (best validation), equal_time (best validation within the time of the fastest variant,
+    each at the pace of its least disturbed seed), accuracy_1.. (last validation, per position), machine.
     Columns of the curves, a row for each validation: variant, seed, step, tokens, seconds, tokens_per_step.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
