@@ -382,7 +382,7 @@ def bench_drafts(
         )
         for split in ("train", "validation")
     }
-    draft = run.settings.draft.model_dump(exclude={"vocabulary"})
+    draft = run.settings.draft.model_dump(exclude=set(study.OF_THE_DRAFT))
     draft["hooks"] = resolve_hooks(run.settings.draft.hooks, llm.num_layers)
     table, curves = study.study(
         llm,

@@ -97,6 +97,62 @@ def throughput_by_tokens(records: pd.DataFrame, out: Path | str, *, caption: str
         return _finish(fig, out, caption)
 
 
+def roofline(
+    records: pd.DataFrame,
+    ceiling: pd.Series,
+    rho: float,
+    ideal: pd.DataFrame,
+    out: Path | str,
+    *,
+    caption: str,
+) -> Figure:
+    """Left: tokens per second against all tokens of a pass, under the machine's roofline. Right: the speedup
+    of each method at its largest k, and, hollow, what the roofline leaves of its kappa.
+
+    records: as for `throughput_by_tokens`; ceiling: tokens of a pass -> tokens per second at most; rho: how
+    many tokens a pass can take at the price of one, so that batch size x k <= rho is free; ideal:
+    `roofline.ideal_speedups`.
+    """
+    metrics.require_columns(records, ["batch_size", "tokens", "seconds"], "Figure 1 records")
+    metrics.require_columns(ideal, ["batch_size", "k", "method", "speedup", "roofline"], "ideal speedups")
+    tps = metrics.throughput(records["tokens"], records["seconds"])
+    with matplotlib.rc_context(_STYLE):
+        fig, (left, right) = _axes(2)
+        for i, batch_size in enumerate(sorted(set(records["batch_size"]))):
+            own = records["batch_size"] == batch_size
+            middle = tps[own].groupby(records["tokens"][own]).median()
+            _line(left, middle.index, middle, i, len(MARKERS), label=f"{batch_size}")
+        left.plot(ceiling.index, ceiling, color=INK, linewidth=1, zorder=1)
+        left.axvline(rho, color=INK, linewidth=1, linestyle=":", zorder=1)
+        left.annotate(
+            f"ρ = {rho:.0f}",
+            (rho, 0.02),
+            (4, 0),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+        )
+        left.set_xscale("log", base=2)
+        left.set_yscale("log", base=2)
+        left.set(xlabel="tokens of a pass, all requests", ylabel="tokens per second")
+        left.set_title("Under the roofline")
+        longest = ideal.loc[ideal["k"] == ideal["k"].max()]
+        for i, method in enumerate(dict.fromkeys(longest["method"])):
+            own = longest.loc[longest["method"] == method].sort_values("batch_size")
+            _line(right, own["batch_size"], own["speedup"], i, label=f"{method}")
+            _line(right, own["batch_size"], own["roofline"], i, hollow=True)
+        right.axhline(1.0, color=INK, linewidth=1, linestyle="--", zorder=1)
+        right.set_xscale("log", base=2)
+        right.xaxis.set_major_locator(FixedLocator(sorted(set(longest["batch_size"]))))
+        right.xaxis.set_minor_locator(NullLocator())
+        for axis in (left.xaxis, left.yaxis, right.xaxis):
+            axis.set_major_formatter(ScalarFormatter())
+        right.set(xlabel="batch size", ylabel="speedup over plain decoding", ylim=(0, None))
+        right.set_title(f"Achieved, and ideal (hollow), k = {ideal['k'].max()}")
+        _legend(left, "batch size")
+        _legend(right, None)
+        return _finish(fig, out, caption)
+
+
 def acceptance_by_position(tables: Mapping[str, pd.DataFrame], out: Path | str, *, caption: str) -> Figure:
     """Acceptance at each draft position, for several drafts.
 

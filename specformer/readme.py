@@ -6,12 +6,15 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from specformer.errors import UserError
 from specformer.hardware import caption
 from specformer.roofline import A100
+from specformer.study import summarise
+from specformer.tables import AUTO, BASELINE
 
 ENGINE = ["batch_size", "k", "tps_median", "ratio_to_transformers", "ratio_to_vllm", "theta", "efficiency"]
 COLUMNS = ["batch_size", "k", "kappa", "tps", "speedup", "speedup_min", "speedup_max", "theta"]
@@ -49,6 +52,45 @@ def engine(results: Path) -> str:
     return f"{markdown(shown)}\n\n{under}"
 
 
+def study(results: Path) -> str:
+    """What each change to the draft and its training is worth."""
+    rows = pd.read_csv(results / "draft_quality.csv")
+    columns = ["variant", "tokens_per_step", "lowest", "highest", "equal_time", "difference"]
+    shown = summarise(rows).loc[:, columns]
+    for column in shown.columns[1:]:
+        shown[column] = [f"{value:.3f}" for value in shown[column]]
+    one = rows.iloc[0]
+    under = f"{rows.steps.iloc[0]} steps, {rows.seed.nunique()} seeds; {caption(one.to_dict())}."
+    return f"{markdown(shown)}\n\n{under}"
+
+
+def long_training(results: Path) -> str:
+    """What about 20 minutes of training reach, from the profile cpu-long beside this one."""
+    rows: Any = pd.read_csv(results.parent / "cpu-long" / "draft_quality.csv")
+    told = ", ".join(
+        f"{row.variant} {row.tokens_per_step:.2f} tokens per step ({row.tokens / 1e6:.1f}M tokens in "
+        f"{row.seconds / 60:.0f} minutes, the base's hidden states not counted)"
+        for row in rows.itertuples()
+    )
+    return f"After {rows.steps.iloc[0]:,} steps on twice the dialogues (profile `cpu-long`): {told}."
+
+
+def training(results: Path) -> str:
+    """What the training loop saves against a plain one."""
+    record = json.loads((results / "training_bench.json").read_text())
+    loss = json.loads((results / "loss_bench.json").read_text())
+    low, high = record["throughput_ratio_spread"]
+    return (
+        f"A training step handles {record['throughput_ratio']:.1f} times the plain loop's tokens per second "
+        f"({low:.1f} to {high:.1f}; {record['throughput_ratio_cached']:.1f} times with the base's hidden "
+        f"states read from disk), with {record['peak_memory_ratio']:.2f} of its peak memory: "
+        f"{record['computed_peak_gib']:.2f} GiB against {record['plain_peak_gib']:.2f} (the memory formula "
+        f"says {record['estimated_peak_gib']:.2f}). The chunked head loss alone takes "
+        f"{loss['memory_ratio']:.2f} of the plain one's memory and {loss['time_ratio']:.2f} of its time. "
+        f"{caption(record['machine'])}."
+    )
+
+
 def costs(results: Path) -> str:
     """What `make reproduce` took where these results come from."""
     stages = json.loads((results / "costs.json").read_text()).values()
@@ -67,13 +109,18 @@ def headline(results: Path) -> str:
     one = pd.read_csv(results / "tables" / "table1.csv")
     two = pd.read_csv(results / "tables" / "table2.csv").set_index("variant")
     rho = json.loads((results / "scale.json").read_text())["rho"]
+    drafted = one.loc[one["method"] != BASELINE]
+    chosen = drafted["method"].str.endswith(AUTO)
     runs = {
-        name: ", ".join(f"{r.speedup:.2f}x at batch {r.batch_size} (k = {r.k})" for r in best.itertuples())
-        for name, own in one[one.method != "none"].groupby("method", sort=False)
+        name: ", ".join(
+            f"{r.speedup:.2f}x at batch {r.batch_size}" + ("" if name.endswith(AUTO) else f" (k = {r.k})")
+            for r in best.itertuples()
+        )
+        for name, own in drafted.groupby("method", sort=False)
         for best in [own.loc[own.groupby("batch_size").speedup.idxmax()]]
     }
     told = "; ".join(f"{name} {text}" for name, text in runs.items())
-    lost = one[one.method != "none"].groupby("batch_size").speedup.max()
+    lost: Any = drafted.loc[~chosen].groupby("batch_size")["speedup"].max()
     lost = lost[lost < 1]
     from_batch = f"from batch {lost.index[0]} on" if len(lost) else "in full at every batch size"
     self_distilled, plain = two.loc["self_distill"], two.loc["no_self_distill"]
@@ -96,6 +143,9 @@ def render(text: str, results: Path) -> str:
         "table1": lambda: table(results, 1, "method"),
         "table2": lambda: table(results, 2, "variant"),
         "engine": lambda: engine(results),
+        "study": lambda: study(results),
+        "training": lambda: training(results),
+        "long": lambda: long_training(results),
     }
 
     def fill(match: re.Match[str]) -> str:

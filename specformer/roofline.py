@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import pandas as pd
 import torch
 
 from specformer import metrics
@@ -89,6 +92,49 @@ def forward_seconds(parameters: float, tokens: int, chip: Chip) -> float:
     flops = 2.0 * parameters * tokens
     intensity = flops / (parameters * _torch_dtype(chip.dtype).itemsize)
     return flops / attainable(intensity, chip.peak_flops, chip.bandwidth)
+
+
+def ideal_speedups(
+    table: pd.DataFrame, forwards: pd.DataFrame, chip: Chip, parameters: float
+) -> pd.DataFrame:
+    """What each row of Table 1 could gain at best, beside what it gained.
+
+    table: `tables.build_table1`'s rows; forwards: timed bare passes (batch_size, tokens_per_request,
+    seconds); parameters: M of the base. Returns batch_size, k, method, kappa, p, speedup of the rows whose p
+    is known, and roofline: kappa / p x t(B) / t(B (k + 1)) with t the roofline's seconds (`forward_seconds`);
+    forwards: kappa x the same ratio of timed passes, NaN where they were not timed; achieved: speedup /
+    roofline.
+    """
+    seconds: Any = forwards.groupby(["batch_size", "tokens_per_request"])["seconds"].median()
+    found = table.loc[
+        table["p"].notna() & (table["kappa"] > 1),
+        ["batch_size", "k", "method", "kappa", "p", "speedup"],
+    ].reset_index(drop=True)
+
+    def bound(row: Any) -> float:
+        ratio = forward_seconds(parameters, row.batch_size, chip) / forward_seconds(
+            parameters, row.batch_size * (row.k + 1), chip
+        )
+        return row.kappa / row.p * ratio
+
+    def timed(row: Any) -> float:
+        one, many = (seconds.get((row.batch_size, n), math.nan) for n in (1, row.k + 1))
+        return row.kappa * one / many
+
+    rows = list(found.itertuples())
+    found = found.assign(roofline=[bound(row) for row in rows], forwards=[timed(row) for row in rows])
+    return found.assign(achieved=found["speedup"] / found["roofline"])
+
+
+def useless_from(table: pd.DataFrame) -> dict[str, int | None]:
+    """Method -> the smallest measured batch size from which no k beats plain decoding; None: none is."""
+    best: Any = table.groupby(["method", "batch_size"])["speedup"].max()
+    found: dict[str, int | None] = {}
+    for method, own in best.groupby("method", sort=False):
+        slow = own.droplevel("method").sort_index(ascending=False) < 1
+        lost = [int(batch_size) for batch_size, still in slow.cummin().items() if still]
+        found[str(method)] = min(lost) if lost else None
+    return found
 
 
 def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:

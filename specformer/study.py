@@ -21,20 +21,27 @@ from specformer.target import Target
 from specformer.training import LOG, Row, train
 
 PAPER: dict[str, Any] = {
+    "draft_attention": "bidirectional",
+    "positional": "ffn",
+    "layers": 1,
     "anchor_token": "none",
     "vocabulary": 0,
     "soft_labels": 0,
     "position_weights": 1.0,
 }
-OF_THE_DRAFT = ("anchor_token", "vocabulary")
+OF_THE_DRAFT = ("draft_attention", "positional", "layers", "anchor_token", "vocabulary")
 
 
 def variants(vocabulary: int, plus: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name -> what differs from the paper's draft with a cut vocabulary; one change each, then `plus`."""
+    """Name -> what differs from the paper's draft with a cut vocabulary: one change each, Table 4's first,
+    then `plus`."""
     cut = {"vocabulary": vocabulary}
     return {
         "specformer, whole vocabulary": {},
         "specformer": cut,
+        "causal draft attention": cut | {"draft_attention": "causal"},
+        "no positional FFN": cut | {"positional": "embedding"},
+        "larger": cut | {"layers": 2},
         "anchor token, positional": cut | {"anchor_token": "positional"},
         "anchor token, context": cut | {"anchor_token": "context"},
         "soft labels": cut | {"soft_labels": 8},

@@ -34,6 +34,14 @@ VARIANTS = {
 }
 """Method of a record -> variant of Table 2."""
 
+ABLATIONS = {
+    "specformer": "specformer",
+    "no positional FFN": "no_positional_ffn",
+    "causal draft attention": "causal_draft_attention",
+    "larger": "larger",
+}
+"""Variant of the study -> variant of Table 4."""
+
 PAPER_FILES = {
     1: "table1_throughput.csv",
     2: "table2_self_distillation.csv",
@@ -49,7 +57,7 @@ _MEASURED = [
 ]
 _MACHINE = ["cpu", "cores", "threads", "accelerator", "dtype", "torch"]
 _FORMATS = {
-    "kappa": ".3f",
+    **dict.fromkeys(["kappa", "kappa_min", "kappa_max", "difference"], ".3f"),
     "theta": ".3f",
     "p": ".4f",
     **dict.fromkeys(["tps", "tps_min", "tps_max", "tps_decode"], ".2f"),
@@ -122,6 +130,34 @@ def build_table2(
     return _sorted(table, TABLE2_KEYS, paper_table(2)).loc[
         :, [*names, *_MEASURED, "dtype", "threads", "cpu", "accelerator"]
     ]
+
+
+def build_table4(summary: pd.DataFrame, *, base_model: str, draft_length: int) -> pd.DataFrame:
+    """Table 4: the paper's draft, without its parts and larger, over seeds.
+
+    summary: `study.summarise`'s rows; draft_length: of its drafts. kappa is the tokens per step of greedy
+    drafts on unseen answers of the base. Returns the paper's columns (base_model, k, variant, kappa),
+    kappa_min, kappa_max, seeds, difference (to specformer's kappa) and certain (whether the two ranges over
+    seeds do not overlap). Raises UserError naming variants that were not trained.
+    """
+    columns = {
+        "tokens_per_step": "kappa",
+        "lowest": "kappa_min",
+        "highest": "kappa_max",
+        "seeds": "seeds",
+        "difference": "difference",
+        "certain": "certain",
+    }
+    metrics.require_columns(summary, ["variant", *columns], "the summary of the study")
+    own = summary.set_index("variant")
+    if missing := [name for name in ABLATIONS if name not in own.index]:
+        raise UserError(f"Table 4 needs {', '.join(missing)}: run `specformer bench drafts`")
+    table = own.loc[list(ABLATIONS), list(columns)].rename(columns=columns)
+    for place, (name, value) in enumerate(
+        {"base_model": base_model, "k": draft_length, "variant": list(ABLATIONS.values())}.items()
+    ):
+        table.insert(place, name, value)
+    return table.reset_index(drop=True)
 
 
 def _measure(

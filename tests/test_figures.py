@@ -58,7 +58,15 @@ def study() -> tuple[pd.DataFrame, pd.DataFrame]:
     return table, pd.DataFrame(curves, columns=pd.Index(names))
 
 
+def ideal() -> pd.DataFrame:
+    rows = [(b, k, "a", 1.2 / b, 1.5 / b) for b in (1, 4) for k in (2, 4)]
+    return pd.DataFrame(rows, columns=pd.Index(["batch_size", "k", "method", "speedup", "roofline"]))
+
+
 DRAW = {
+    "roofline": lambda out: figures.roofline(
+        figure1_records(), pd.Series({1: 12.0, 8: 90.0}), 8.0, ideal(), out, caption=CAPTION
+    ),
     "study": lambda out: figures.draft_quality(*study(), out, caption=CAPTION),
     "figure1": lambda out: figures.throughput_by_tokens(figure1_records(), out, caption=CAPTION),
     "kappa": lambda out: figures.acceptance_by_position({"a": positions()}, out, caption=CAPTION),
@@ -133,6 +141,13 @@ def test_training_curves_show_loss_validation_and_the_last_accuracy(tmp_path):
     plain = [{"step": 1, "loss": 2.0}]  # nothing validated yet
     fig = figures.training_curves({"a": plain}, tmp_path / "g", caption="c")
     assert not fig.axes[1].get_lines() and not fig.axes[2].get_lines()
+
+
+def test_the_roofline_gathers_passes_by_all_their_tokens(tmp_path):
+    fig = DRAW["roofline"](tmp_path / "f")
+    assert curve(fig, 0, "4").tolist() == [[4, 40], [8, 80], [32, 80], [64, 80]]
+    achieved, hollow, *_ = fig.axes[1].get_lines()
+    assert points(achieved) == [[1, 1.2], [4, 0.3]] and points(hollow) == [[1, 1.5], [4, 0.375]]
 
 
 def test_the_study_shows_every_seed_and_the_mean_on_the_way(tmp_path):

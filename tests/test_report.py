@@ -10,7 +10,9 @@ import pandas as pd
 import pytest
 
 from specformer import report
-from specformer.tables import paper_table
+from specformer.errors import UserError
+from specformer.study import summarise
+from specformer.tables import build_table4, paper_table
 
 ARCHITECTURE = {"m_s": 1_000_000, "m_p": 50_000}
 
@@ -45,6 +47,29 @@ def test_the_papers_own_tables_reproduce_what_they_can():
         5: "not tested here",
         6: "not tested here",
     }
+
+
+def test_claim_6_asks_for_more_than_the_spread_over_seeds():
+    kappas = {
+        "specformer": (1.24, 1.25),
+        "no positional FFN": (1.20, 1.21),
+        "causal draft attention": (1.22, 1.23),
+        "larger": (1.30, 1.31),
+    }
+    rows = [(name, seed, value) for name, own in kappas.items() for seed, value in enumerate(own)]
+    study = pd.DataFrame(rows, columns=pd.Index(["variant", "seed", "tokens_per_step"]))
+    study = study.assign(equal_time=study["tokens_per_step"], accuracy_1=0.3, seconds=60.0)
+
+    def claim(study):
+        table4 = build_table4(summarise(study), base_model="tiny", draft_length=4)
+        return report.claims(paper_table(1), paper_table(2), EATEN, ARCHITECTURE, table4)[5]
+
+    assert claim(study).verdict == "reproduced"
+    assert claim(study).checks[0].ours == "-0.020 (1.220 to 1.230)"
+    within = study.replace({"tokens_per_step": {1.23: 1.245}})
+    assert [check.holds for check in claim(within).checks] == [False, True, True]
+    with pytest.raises(UserError, match="Table 4 needs larger: run `specformer bench drafts`"):
+        claim(study.loc[study["variant"] != "larger"])
 
 
 def test_a_slow_cell_refutes_claim_3_and_names_the_numbers():

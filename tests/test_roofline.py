@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -35,6 +37,34 @@ def test_forward_is_flat_up_to_rho_tokens_and_linear_beyond():
     assert one == pytest.approx(2e9 / 1e11)  # two bytes a parameter, read once
     assert roofline.forward_seconds(1e9, 10, chip) == pytest.approx(one)
     assert roofline.forward_seconds(1e9, 40, chip) == pytest.approx(4 * one)
+
+
+def test_ideal_speedups_by_hand():
+    """rho = 10: of 4 tokens in 2 rows all are free, in 10 rows a pass of 40 takes four times one of 10."""
+    chip = roofline.Chip("x", "bfloat16", 1, peak_flops=1e12, bandwidth=1e11)
+    rows = [(2, 3, "a", 2.2, 1.1, 1.5), (10, 3, "a", 2.2, 1.1, 0.4), (2, 3, "a_auto", 2.0, math.nan, 1.2)]
+    rows += [(b, 3, "none", 1.0, 1.0, 1.0) for b in (2, 10)]
+    table = pd.DataFrame(rows, columns=pd.Index(["batch_size", "k", "method", "kappa", "p", "speedup"]))
+    times = [(2, 1, 1.0), (2, 1, 1.2), (2, 1, 9.0), (2, 4, 1.5), (10, 1, 1.0)]
+    forwards = pd.DataFrame(times, columns=pd.Index(["batch_size", "tokens_per_request", "seconds"]))
+    found = roofline.ideal_speedups(table, forwards, chip, 1e9)
+    assert found[["batch_size", "method"]].values.tolist() == [[2, "a"], [10, "a"]]
+    assert found["roofline"].tolist() == pytest.approx([2.0, 0.5])
+    timed, untimed = found["forwards"].tolist()
+    assert timed == pytest.approx(2.2 * 1.2 / 1.5) and math.isnan(untimed)
+    assert found["achieved"].tolist() == pytest.approx([0.75, 0.8])
+
+
+def test_a_method_is_useless_from_where_it_never_wins_again():
+    speeds = {"dip": (1.2, 0.9, 1.1), "early": (1.2, 0.9, 0.8), "late": (1.5, 1.2, 0.9), "even": (1.5, 1, 1)}
+    rows = [
+        (method, batch_size, k, speed - k / 100)
+        for method, own in speeds.items()
+        for batch_size, speed in zip((1, 4, 16), own, strict=True)
+        for k in (0, 2)
+    ]
+    table = pd.DataFrame(rows, columns=pd.Index(["method", "batch_size", "k", "speedup"]))
+    assert roofline.useless_from(table) == {"dip": None, "early": 4, "late": 16, "even": None}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, "bfloat16"])
