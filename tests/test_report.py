@@ -118,7 +118,7 @@ def test_the_ledger_is_written_and_shown(tmp_path):
     assert first["number"] == 1 and first["verdict"] == "reproduced"
     assert first["checks"][0]["source"] == "figure1.csv" and first["checks"][0]["holds"] is True
     html = report.claims_table(ledger, title="Claims", caption="x").as_raw_html()
-    assert html.count("cannot tell") == 3 and "NOT TESTED HERE" in html
+    assert html.count("cannot tell") == 5 and "NOT TESTED HERE" in html
 
 
 def test_rivals_that_were_not_run_are_said_to_be_missing():
