@@ -223,7 +223,7 @@ def _self_distillation(table2: pd.DataFrame) -> tuple[Check, ...]:
 
 def _ablations(table4: pd.DataFrame | None) -> tuple[Check, ...]:
     """Whether each change of Table 4 moves kappa the paper's way, by more than seeds do."""
-    paper = paper_table(4).set_index("variant")["kappa"]
+    paper: Any = paper_table(4).set_index("variant")["kappa"]
     asks = {
         "causal_draft_attention": "Causal draft attention costs kappa, beyond the spread over seeds.",
         "no_positional_ffn": "So does leaving out the positional FFN.",
@@ -240,6 +240,27 @@ def _ablations(table4: pd.DataFrame | None) -> tuple[Check, ...]:
             holds = bool(row["certain"]) and (row["difference"] > 0) == (theirs > 0)
         checks.append(Check(question, f"{theirs:+.2f}", told, holds, "table4.csv"))
     return tuple(checks)
+
+
+def summarise(rows: pd.DataFrame, reference: str = "specformer") -> pd.DataFrame:
+    """Mean, smallest and largest over seeds of each variant, and its difference to `reference`'s mean (to
+    the first variant's where that was not trained).
+
+    certain: whether the two ranges over seeds do not overlap.
+    """
+    spread = rows.groupby("variant", sort=False).agg(
+        seeds=("seed", "size"),
+        tokens_per_step=("tokens_per_step", "mean"),
+        lowest=("tokens_per_step", "min"),
+        highest=("tokens_per_step", "max"),
+        equal_time=("equal_time", "mean"),
+        first_position=("accuracy_1", "mean"),
+        seconds=("seconds", "mean"),
+    )
+    own = spread.loc[reference if reference in spread.index else spread.index[0]]
+    spread["difference"] = spread["tokens_per_step"] - own["tokens_per_step"]
+    spread["certain"] = (spread["lowest"] > own["highest"]) | (spread["highest"] < own["lowest"])
+    return spread.reset_index()
 
 
 def write_claims(found: Sequence[Claim], path: Path) -> None:

@@ -17,8 +17,11 @@ import pandas as pd
 from specformer import hardware
 from specformer.base import Base
 from specformer.drafts import new_draft
+from specformer.report import summarise
 from specformer.target import Target
 from specformer.training import LOG, Row, train
+
+__all__ = ["PAPER", "compare", "run_folder", "study", "summarise", "variants"]
 
 PAPER: dict[str, Any] = {
     "draft_attention": "bidirectional",
@@ -142,24 +145,3 @@ def compare(
             }
         )
     return pd.DataFrame(found)
-
-
-def summarise(rows: pd.DataFrame, reference: str = "specformer") -> pd.DataFrame:
-    """Mean, smallest and largest over seeds of each variant, and its difference to `reference`'s mean (to
-    the first variant's where that was not trained).
-
-    certain: whether the two ranges over seeds do not overlap.
-    """
-    spread = rows.groupby("variant", sort=False).agg(
-        seeds=("seed", "size"),
-        tokens_per_step=("tokens_per_step", "mean"),
-        lowest=("tokens_per_step", "min"),
-        highest=("tokens_per_step", "max"),
-        equal_time=("equal_time", "mean"),
-        first_position=("accuracy_1", "mean"),
-        seconds=("seconds", "mean"),
-    )
-    own = spread.loc[reference if reference in spread.index else spread.index[0]]
-    spread["difference"] = spread["tokens_per_step"] - own["tokens_per_step"]
-    spread["certain"] = (spread["lowest"] > own["highest"]) | (spread["highest"] < own["lowest"])
-    return spread.reset_index()
