@@ -119,17 +119,18 @@ def generate(
     run = pipeline.open_run(profile)
     llm = load_base(base) if base else run.load_base()
     defaults = Request("1", [], max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    if not (k is None or k == "auto" or k.isdecimal()):
+    wanted = int(k) if k is not None and k.isdecimal() else k
+    if not (wanted is None or wanted == "auto" or isinstance(wanted, int)):
         raise UserError(f"--k is {k}: give a whole number from 0 on, or auto")
     model = None
-    if k != "0":
+    if wanted != 0:
         model = load_draft(draft or _best_draft(run, llm), llm)
-        k = str(min(4, model.draft_length)) if k is None else k
+        wanted = min(4, model.draft_length) if wanted is None else wanted
     max_length = min(max_length, llm.max_positions)
     engine = Engine(
         llm,
         model,
-        k="auto" if k == "auto" else int(k),
+        k=wanted,
         batch_size=1 if prompt else batch_size,
         max_length=max_length,
         attention=run.settings.engine.attention,
@@ -362,7 +363,7 @@ def bench_drafts(
     """Every change to the draft and its training on the same dialogues: tokens per step over seeds."""
     from specformer import figures, hardware, shards, study
     from specformer.base import resolve_hooks
-    from specformer.tables import write_text
+    from specformer.tables import summarise, write_text
     from specformer.target import Target
 
     run = pipeline.open_run(profile)
@@ -406,7 +407,7 @@ def bench_drafts(
         caption=f"{llm.name}, {count} dialogues, {options['epochs']} epoch(s), {table['seed'].nunique()} "
         f"seed(s), validated on {len(rows['validation'])} dialogues; {machine}.",
     )
-    print(study.summarise(table).to_string(index=False, float_format=lambda x: f"{x:.3f}"))
+    print(summarise(table).to_string(index=False, float_format=lambda x: f"{x:.3f}"))
 
 
 def main() -> None:

@@ -13,8 +13,7 @@ import pandas as pd
 from specformer.errors import UserError
 from specformer.hardware import caption
 from specformer.roofline import A100
-from specformer.study import summarise
-from specformer.tables import AUTO, BASELINE
+from specformer.tables import AUTO, BASELINE, summarise
 
 ENGINE = ["batch_size", "k", "tps_median", "ratio_to_transformers", "ratio_to_vllm", "theta", "efficiency"]
 COLUMNS = ["batch_size", "k", "kappa", "tps", "speedup", "speedup_min", "speedup_max", "theta"]
@@ -65,14 +64,15 @@ def study(results: Path) -> str:
 
 
 def long_training(results: Path) -> str:
-    """What about 20 minutes of training reach, from the profile cpu-long beside this one."""
+    """What longer training reaches, from the profile cpu-long beside this one."""
     rows: Any = pd.read_csv(results.parent / "cpu-long" / "draft_quality.csv")
     told = ", ".join(
         f"{row.variant} {row.tokens_per_step:.2f} tokens per step ({row.tokens / 1e6:.1f}M tokens in "
-        f"{row.seconds / 60:.0f} minutes, the base's hidden states not counted)"
+        f"{row.seconds / 60:.0f} minutes)"
         for row in rows.itertuples()
     )
-    return f"After {rows.steps.iloc[0]:,} steps on twice the dialogues (profile `cpu-long`): {told}."
+    steps = rows.steps.iloc[0]
+    return f"After {steps:,} steps of the profile `cpu-long`: {told}, the base's hidden states not counted."
 
 
 def training(results: Path) -> str:

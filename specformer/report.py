@@ -229,38 +229,18 @@ def _ablations(table4: pd.DataFrame | None) -> tuple[Check, ...]:
         "no_positional_ffn": "So does leaving out the positional FFN.",
         "larger": "A larger draft gains kappa, beyond the spread over seeds.",
     }
+    ours = None if table4 is None else table4.set_index("variant")
     checks = []
     for variant, question in asks.items():
         theirs = float(paper[variant] - paper["specformer"])
-        if table4 is None:
+        if ours is None:
             told, holds = "Table 4 was not run", None
         else:
-            row = table4.set_index("variant").loc[variant]
+            row = ours.loc[variant]
             told = f"{row['difference']:+.3f} ({row['kappa_min']:.3f} to {row['kappa_max']:.3f})"
             holds = bool(row["certain"]) and (row["difference"] > 0) == (theirs > 0)
         checks.append(Check(question, f"{theirs:+.2f}", told, holds, "table4.csv"))
     return tuple(checks)
-
-
-def summarise(rows: pd.DataFrame, reference: str = "specformer") -> pd.DataFrame:
-    """Mean, smallest and largest over seeds of each variant, and its difference to `reference`'s mean (to
-    the first variant's where that was not trained).
-
-    certain: whether the two ranges over seeds do not overlap.
-    """
-    spread = rows.groupby("variant", sort=False).agg(
-        seeds=("seed", "size"),
-        tokens_per_step=("tokens_per_step", "mean"),
-        lowest=("tokens_per_step", "min"),
-        highest=("tokens_per_step", "max"),
-        equal_time=("equal_time", "mean"),
-        first_position=("accuracy_1", "mean"),
-        seconds=("seconds", "mean"),
-    )
-    own = spread.loc[reference if reference in spread.index else spread.index[0]]
-    spread["difference"] = spread["tokens_per_step"] - own["tokens_per_step"]
-    spread["certain"] = (spread["lowest"] > own["highest"]) | (spread["highest"] < own["lowest"])
-    return spread.reset_index()
 
 
 def write_claims(found: Sequence[Claim], path: Path) -> None:
@@ -292,13 +272,16 @@ def claims_table(found: Sequence[Claim], *, title: str, caption: str) -> GT:
 
 
 def write_page(notebook: Path, page: Path) -> None:
-    """An executed notebook as one HTML file: text, tables and figures, no code, nothing fetched."""
+    """An executed notebook as one HTML file: text, tables and figures; no code, nothing fetched, and none of
+    the warnings on stderr, which name paths of the machine."""
     import nbformat
     from nbconvert import HTMLExporter
 
     content = nbformat.read(notebook, as_version=4)
     for i, cell in enumerate(content.cells):
         cell.id = str(i)  # papermill's own cell has another name each time
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     nothing = {f"{name}_url": "" for name in ("jquery", "require_js", "mathjax", "mermaid_js")}
     exporter = HTMLExporter(
         exclude_input=True,

@@ -17,11 +17,8 @@ import pandas as pd
 from specformer import hardware
 from specformer.base import Base
 from specformer.drafts import new_draft
-from specformer.report import summarise
 from specformer.target import Target
 from specformer.training import LOG, Row, train
-
-__all__ = ["PAPER", "compare", "run_folder", "study", "summarise", "variants"]
 
 PAPER: dict[str, Any] = {
     "draft_attention": "bidirectional",

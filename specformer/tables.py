@@ -132,32 +132,48 @@ def build_table2(
     ]
 
 
+def summarise(rows: pd.DataFrame, reference: str = "specformer") -> pd.DataFrame:
+    """Mean, smallest and largest over seeds of each variant, and its difference to `reference`'s mean (to
+    the first variant's where that was not trained). rows: `study.study`'s.
+
+    certain: whether the two ranges over seeds do not overlap.
+    """
+    spread = rows.groupby("variant", sort=False).agg(
+        seeds=("seed", "size"),
+        tokens_per_step=("tokens_per_step", "mean"),
+        lowest=("tokens_per_step", "min"),
+        highest=("tokens_per_step", "max"),
+        equal_time=("equal_time", "mean"),
+        first_position=("accuracy_1", "mean"),
+        seconds=("seconds", "mean"),
+    )
+    own = spread.loc[reference if reference in spread.index else spread.index[0]]
+    spread["difference"] = spread["tokens_per_step"] - own["tokens_per_step"]
+    spread["certain"] = (spread["lowest"] > own["highest"]) | (spread["highest"] < own["lowest"])
+    return spread.reset_index()
+
+
 def build_table4(summary: pd.DataFrame, *, base_model: str, draft_length: int) -> pd.DataFrame:
     """Table 4: the paper's draft, without its parts and larger, over seeds.
 
-    summary: `study.summarise`'s rows; draft_length: of its drafts. kappa is the tokens per step of greedy
+    summary: rows of `summarise`; draft_length: of its drafts. kappa is the tokens per step of greedy
     drafts on unseen answers of the base. Returns the paper's columns (base_model, k, variant, kappa),
     kappa_min, kappa_max, seeds, difference (to specformer's kappa) and certain (whether the two ranges over
     seeds do not overlap). Raises UserError naming variants that were not trained.
     """
-    columns = {
-        "tokens_per_step": "kappa",
-        "lowest": "kappa_min",
-        "highest": "kappa_max",
-        "seeds": "seeds",
-        "difference": "difference",
-        "certain": "certain",
-    }
-    metrics.require_columns(summary, ["variant", *columns], "the summary of the study")
+    names = {"tokens_per_step": "kappa", "lowest": "kappa_min", "highest": "kappa_max"}
+    kept = ["seeds", "difference", "certain"]
+    metrics.require_columns(summary, ["variant", *names, *kept], "the summary of the study")
     own = summary.set_index("variant")
     if missing := [name for name in ABLATIONS if name not in own.index]:
         raise UserError(f"Table 4 needs {', '.join(missing)}: run `specformer bench drafts`")
-    table = own.loc[list(ABLATIONS), list(columns)].rename(columns=columns)
-    for place, (name, value) in enumerate(
-        {"base_model": base_model, "k": draft_length, "variant": list(ABLATIONS.values())}.items()
-    ):
-        table.insert(place, name, value)
-    return table.reset_index(drop=True)
+    table = (
+        own.loc[list(ABLATIONS)]
+        .rename(columns=names)
+        .assign(base_model=base_model, k=draft_length, variant=list(ABLATIONS.values()))
+    )
+    columns = ["base_model", "k", "variant", *names.values(), *kept]
+    return table.reset_index(drop=True).loc[:, columns]
 
 
 def _measure(

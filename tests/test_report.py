@@ -11,8 +11,7 @@ import pytest
 
 from specformer import report
 from specformer.errors import UserError
-from specformer.study import summarise
-from specformer.tables import build_table4, paper_table
+from specformer.tables import build_table4, paper_table, summarise
 
 ARCHITECTURE = {"m_s": 1_000_000, "m_p": 50_000}
 
@@ -143,9 +142,11 @@ def test_compute_that_grows_with_k():
 @pytest.fixture
 def notebook(tmp_path):
     picture = nbformat.v4.new_output("display_data", {"image/png": "iVBORw0KGgo="})
+    printed = nbformat.v4.new_output("stream", name="stdout", text="a number")
+    warned = nbformat.v4.new_output("stream", name="stderr", text="/home/me/a.py:1: Warning")
     cells = [
         nbformat.v4.new_markdown_cell("# A title"),
-        nbformat.v4.new_code_cell("secret = 1", outputs=[picture]),
+        nbformat.v4.new_code_cell("secret = 1", outputs=[warned, picture, printed]),
     ]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")
     return tmp_path / "a.ipynb"
@@ -161,5 +162,6 @@ def test_the_page_stands_alone_and_is_the_same_each_time(notebook, tmp_path):
         pages.append((tmp_path / name).read_text())
     assert pages[0] == pages[1]
     assert "A title" in pages[0] and "data:image/png;base64,iVBORw0KGgo=" in pages[0]
+    assert "a number" in pages[0] and "/home/me" not in pages[0]
     assert "secret" not in pages[0]
     assert not re.findall(r"""(?:src|href)=["']?https?:""", pages[0])

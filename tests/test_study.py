@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 from helpers import answered, nano_base, settings
 
-from specformer.study import PAPER, compare, study, summarise, variants
+from specformer.study import PAPER, compare, study, variants
+from specformer.tables import summarise
 from specformer.target import Target
 
 
