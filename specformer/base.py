@@ -137,7 +137,7 @@ def load_base(
     revision: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
-    max_memory: Mapping[int | str, str] | None = None,
+    max_memory: Mapping[Any, str] | None = None,
 ) -> Base:
     """Load a base LLM, frozen and in eval mode, with SDPA attention.
 
@@ -208,7 +208,7 @@ def load_base(
 
 
 def _place_layers(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, max_memory: Mapping[int | str, str]
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, max_memory: Mapping[Any, str]
 ) -> dict[str, Any]:
     """accelerate's device map: which module lies where, with "disk" for what fits nowhere."""
     own = "cpu" if device.type == "cpu" else device.index or 0
@@ -223,18 +223,20 @@ def _place_layers(
     with init_empty_weights():
         empty: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     layers = empty.model.layers
-    layer_bytes = sum(p.numel() for p in layers[0].parameters()) * dtype.itemsize
-    total = sum(p.numel() for p in empty.parameters()) * dtype.itemsize
+    layer_bytes, total = (
+        sum(p.numel() for p in part.parameters()) * dtype.itemsize for part in (layers[0], empty)
+    )
+    fixed = total - (len(layers) - 1) * layer_bytes
     # what the draft reads besides hidden states: the ends, and the last layer, which it may start from
     places: dict[str, Any] = dict.fromkeys(
         ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), own
     )
     places[f"model.layers.{len(layers) - 1}"] = own
-    room[own] = room.get(own, 0) - (total - (len(layers) - 1) * layer_bytes)
+    room[own] = room.get(own, 0) - fixed
     if room[own] < 0:
         raise UserError(
-            f"base.max_memory: {own}: embedding, head and last layer alone take "
-            f"{(total - (len(layers) - 1) * layer_bytes) / 2**30:.2f} GiB; allow at least that"
+            f"base.max_memory: {own}: embedding, head and last layer alone take {fixed / 2**30:.2f} GiB; "
+            "allow at least that"
         )
     for i in range(len(layers) - 1):
         place = next((p for p, free in room.items() if free >= layer_bytes), "disk")
@@ -408,8 +410,7 @@ def base_fingerprint(model: PreTrainedModel) -> str:
         f"model.layers.{last}.mlp.down_proj.weight",
         "model.norm.weight",
     ):
-        module, _, parameter = name.rpartition(".")
-        with align_module_device(model.get_submodule(module)):  # it may lie on disk
+        with align_module_device(model.get_submodule(name.rpartition(".")[0])):  # it may lie on disk
             weight = model.get_parameter(name).reshape(-1)[-1024:]
             digest.update(weight.to("cpu", torch.bfloat16).float().numpy().tobytes())
     return digest.hexdigest()[:16]

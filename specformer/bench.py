@@ -26,10 +26,9 @@ from specformer.engine import Engine, EngineStats, Request, Result
 from specformer.errors import UserError
 from specformer.progress import Progress
 from specformer.sampling import greedy
-from specformer.tables import AUTO
+from specformer.tables import AUTO, BASELINE
 from specformer.target import Target
 
-BASELINE = "none"
 WARM_UP_PROMPT = 64
 """Prompt tokens that all contenders but the first warm up on."""
 

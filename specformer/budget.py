@@ -101,13 +101,8 @@ def step_costs(target: Target, draft: Draft, batch_size: int, attention: str = "
     parts = [machine[name] for name in ("cpu", "threads", "kernels", "accelerator", "torch", "dtype")]
     parts += [config.num_hidden_layers, config.hidden_size, config.vocab_size, batch_size, attention]
     counts = draft.parameter_counts()
-    parts += [
-        draft.config.kind,
-        counts.shared,
-        counts.per_position,
-        draft.draft_length,
-        draft.config.vocabulary,
-    ]
+    parts += [draft.config.kind, draft.config.vocabulary, draft.draft_length]
+    parts += [counts.shared, counts.per_position]
     key = ", ".join(str(part) for part in parts)
     file = cache_file()
     known = hardware.read_cache(file)
@@ -158,8 +153,7 @@ def measure_costs(target: Target, draft: Draft, batch_size: int, attention: str 
                 times.setdefault(("verify", n), []).append(done - clock)
                 if n == 1:
                     continue
-                if taps is None:
-                    taps = torch.empty(*choice.shape, 0, target.config.hidden_size, device=target.device)
+                taps = target.taps_of(choice, taps)
                 draft.propose(taps, last, choice, window, own, target, n - 1, choose).cpu()
                 times.setdefault(("draft", n - 1), []).append(time.perf_counter() - done)
         middle = {part: median(seconds[1:]) for part, seconds in times.items()}

@@ -154,7 +154,7 @@ class Engine:
     max_length: most tokens (prompt + new) of one row; prefill_chunk: most prompt tokens per prefill pass;
     sample_drafts: draw drafts from the draft's own distribution (ratio rule) instead of its argmax, for
     requests with a temperature; target: a prepared `Target` of the same base, to share its packed weights;
-    attention: how the cache is read, "auto", "sdpa" or "flash" (`layers.choose_attention`); compile: compile
+    attention: how the cache is read (`layers.choose_attention`); compile: compile
     the verify step of a full batch (`specformer.compiled`): False, True, or "auto", once enough tokens have
     been asked for to win back the time (`expect`); store: keys and values to use instead of its own, which
     engines that take turns may share; costs: for k = "auto", instead of measured ones.
@@ -368,7 +368,7 @@ class Engine:
         self._length[index] = start + last + 1
         self._pending[index] = token
         if self.budget is not None and (self._held == 0 or any(row.missed for row in rows)):
-            for row, tap, part in zip(rows, self._read_by_draft(taps, ids), parts, strict=True):
+            for row, tap, part in zip(rows, self.target.taps_of(ids, taps), parts, strict=True):
                 row.missed.append(tap[: len(part)])
         else:
             # behind a prompt's end comes the base's token; one cut by the chunk goes on with its own next
@@ -418,7 +418,7 @@ class Engine:
                 self._propose(slots, slice(0, B), taps, accepted, run, window, accepted + 1)
         with self._timed("rest"):
             host = torch.cat((accepted[:, None], run), 1).tolist()  # the one synchronisation of a step
-            unread = self._read_by_draft(taps, run) if late and self.budget is not None else None
+            unread = self.target.taps_of(run, taps) if late and self.budget is not None else None
             for b, (row, (a, *tokens)) in enumerate(zip(slots, host, strict=True)):
                 if row.decoding:
                     if unread is not None:
@@ -471,12 +471,6 @@ class Engine:
             for row, unread, count in zip(rows, whole, counts, strict=True):
                 row.read += count
                 row.missed = [unread[count:]] if count < len(unread) else []
-
-    def _read_by_draft(self, taps: Tensor | None, ids: Tensor) -> Tensor:
-        """The hidden states (B, n, hooks, H) of the tokens ids (B, n), also for a draft that reads none."""
-        if taps is None:
-            return torch.empty(*ids.shape, 0, self.target.config.hidden_size, device=ids.device)
-        return taps
 
     def _forward(self, ids: Tensor, ends: list[int]) -> tuple[Tensor, Tensor | None, Window]:
         """Logits and taps of the tokens ids (B, k + 1) behind the first B rows, and their window; ends: each
@@ -546,7 +540,7 @@ class Engine:
         chosen but not in its result yet, so that the first draft is for the token after them."""
         if self.draft is None:
             return
-        taps = self._read_by_draft(taps, following)
+        taps = self.target.taps_of(following, taps)
         head = self.draft.head(self.target)
 
         def choose(logits: Tensor, j: int) -> Tensor:

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from specformer import metrics
-from specformer.tables import AUTO
+from specformer.tables import AUTO, BASELINE
 
 PALETTE = sns.color_palette("colorblind")
 MARKERS = "osD^vPX*<>"
@@ -189,7 +189,7 @@ def speedup_by_batch(
     """
     names = ["batch_size", "k", "method", "speedup", "speedup_min", "speedup_max"]
     metrics.require_columns(table, names, "rows of Table 1")
-    drafted = table.loc[table["method"] != "none"]
+    drafted = table.loc[table["method"] != BASELINE]
     methods = list(dict.fromkeys(drafted["method"]))
     lines = sorted({(methods.index(m), int(k)) for m, k in drafted[["method", "k"]].values})
     batch_sizes = set(drafted["batch_size"])

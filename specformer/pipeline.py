@@ -111,8 +111,9 @@ class Run:
 
         wanted = self.settings.base
         self.require(self.paths.base, "base")
-        where = {"device": wanted.device, "max_memory": wanted.max_memory}
-        base = load_base(self.paths.base, dtype=wanted.dtype, **where)
+        base = load_base(
+            self.paths.base, dtype=wanted.dtype, device=wanted.device, max_memory=wanted.max_memory
+        )
         check_against_base(self.settings, base.num_layers, base.max_positions)
         return base
 

@@ -241,6 +241,12 @@ class Target:
                 handle.remove()
         return states[last], torch.stack([states[i] for i in hooks], 2) if hooks else None
 
+    def taps_of(self, ids: Tensor, taps: Tensor | None) -> Tensor:
+        """What `forward` tapped for ids (B, n), as a draft reads it: (B, n, hooks, H), hooks or none."""
+        if taps is None:
+            return torch.empty(*ids.shape, 0, self.config.hidden_size, device=ids.device)
+        return taps
+
     def encode(self, ids: Tensor, hooks: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """`forward` over whole right-padded sequences (B, n) without a cache: causal attention makes the
         padding harmless, so no mask is needed."""
