@@ -15,6 +15,9 @@ help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
 
 $(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11, 5) <= sys.version_info < (3, 12))' || { \
+		echo "error: $(PYTHON) is $$($(PYTHON) --version); the pinned packages need 3.11.5 or a later 3.11:" \
+			"give one with make PYTHON=..." >&2; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@echo "installing the pinned packages into .venv (about 2 GB, minutes)"
 	.venv/bin/python -m pip install --no-compile -r requirements.lock
