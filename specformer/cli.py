@@ -172,43 +172,32 @@ def _best_draft(run: pipeline.Run, llm: Base) -> Path:
     """The profile's own trained draft, else the one that comes with the package for this base LLM."""
     from specformer.pretrained import packaged_folder
 
-    trained = [run.paths.drafts / name for name in reversed(run.methods)]
+    trained = [run.trained[name, run.settings.study.seeds[0]] for name in reversed(run.methods)]
     found = next((folder for folder in trained if folder.exists()), None) or packaged_folder(llm)
-    return found or run.require(trained[-1], "train")
+    return found or run.draft(run.methods[-1])
 
 
 @app.command("package")
 def package_draft(
     profile: Profile = "cpu",
-    variant: Annotated[
-        str | None,
-        typer.Option("--study", help="A variant of `bench drafts`, seed 0; default: the pipeline's draft."),
-    ] = None,
+    name: Annotated[str | None, typer.Option("--draft", help="Default: the profile's best.")] = None,
 ) -> None:
-    """Replace the draft that comes with the package by the profile's best; writes its record and card."""
+    """Replace the draft that comes with the package by one of the profile's; writes its record and card."""
     import pandas as pd
 
-    from specformer import pretrained, study
+    from specformer import pretrained
     from specformer.base import load_base
     from specformer.drafts import load_draft
 
     run = pipeline.open_run(profile)
-    if variant is None:
-        source = run.require(run.paths.drafts / run.methods[-1], "train")
-        made_by, file = "dvc repro", run.require(run.paths.results / "throughput.parquet", "scale")
-        machine = pd.read_parquet(file).iloc[0].to_dict()
-    else:
-        source = study.run_folder(run.paths.data / "study", variant, 0)
-        file = run.paths.results / "draft_quality.csv"
-        if not (source.exists() and file.exists()):
-            raise UserError(f"{source} is missing: run `specformer bench drafts {profile}`")
-        made_by, machine = f"specformer bench drafts {profile}", pd.read_csv(file).iloc[0].to_dict()
+    source = run.draft(name or run.methods[-1])
+    machine = pd.read_csv(run.require(run.paths.results / "draft_quality.csv", "train")).iloc[0].to_dict()
     llm = load_base(run.require(run.paths.base, "base"), dtype="float32", device="cpu")
     folder = pretrained.package(
         source,
         llm,
         load_draft(source, llm),
-        command=f"{made_by} (profile {profile}, commit {machine['commit']})",
+        command=f"dvc repro (profile {profile}, commit {machine['commit']})",
         data=f"prompts of {run.settings.corpus.source}, answers by the base LLM",
         machine=machine,
     )
@@ -350,64 +339,6 @@ def bench_engine(
     )
     shown = table.drop(columns=["cpu", "dtype", "threads", "kernels", "rounds"])
     print(shown.to_string(index=False, float_format=lambda x: f"{x:.2f}", na_rep=""))
-
-
-@bench.command("drafts")
-def bench_drafts(
-    profile: Profile = "cpu",
-    seeds: Annotated[int, typer.Option(help="Runs of each variant.")] = 3,
-    epochs: Annotated[int | None, typer.Option(help="Default: the profile's.")] = None,
-    dialogues: Annotated[int | None, typer.Option(help="Default: all that were distilled.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="A variant; default: all of them.")] = None,
-) -> None:
-    """Every change to the draft and its training on the same dialogues: tokens per step over seeds."""
-    from specformer import figures, hardware, shards, study
-    from specformer.base import resolve_hooks
-    from specformer.tables import summarise, write_text
-    from specformer.target import Target
-
-    run = pipeline.open_run(profile)
-    if run.settings.plus is None:
-        raise UserError(
-            f"profile {profile} has no section `plus`: there is nothing to compare (see params/cpu)"
-        )
-    changes = study.variants(run.settings.draft.vocabulary, run.settings.plus.model_dump())
-    if unknown := [name for name in only or () if name not in changes]:
-        raise UserError(f"--only {unknown[0]!r} is no variant: {', '.join(changes)}")
-    llm, train = run.load_base(), run.settings.train
-    options = train.model_dump() | {"epochs": epochs or train.epochs}
-    rows = {
-        split: shards.read_rows(
-            run.require(run.paths.distilled / split, "distill"),
-            shards.read_table(run.paths.corpus / f"{split}.parquet"),
-        )
-        for split in ("train", "validation")
-    }
-    draft = run.settings.draft.model_dump(exclude=set(study.OF_THE_DRAFT))
-    draft["hooks"] = resolve_hooks(run.settings.draft.hooks, llm.num_layers)
-    table, curves = study.study(
-        llm,
-        Target(llm, train.max_length),
-        rows["train"][:dialogues],
-        rows["validation"],
-        run.paths.data / "study",
-        changes={name: change for name, change in changes.items() if name in (only or changes)},
-        seeds=range(seeds),
-        draft=draft,
-        options=options,
-    )
-    for name, frame in (("draft_quality", table), ("draft_curves", curves)):
-        write_text(frame.to_csv(index=False, float_format="%.6g"), run.paths.results / f"{name}.csv")
-    machine = hardware.caption(hardware.describe(llm.dtype, llm.device))
-    count = min(dialogues or len(rows["train"]), len(rows["train"]))
-    figures.draft_quality(
-        table,
-        curves,
-        run.paths.figures / "draft_quality",
-        caption=f"{llm.name}, {count} dialogues, {options['epochs']} epoch(s), {table['seed'].nunique()} "
-        f"seed(s), validated on {len(rows['validation'])} dialogues; {machine}.",
-    )
-    print(summarise(table).to_string(index=False, float_format=lambda x: f"{x:.3f}"))
 
 
 def main() -> None:

@@ -335,7 +335,8 @@ def engine_ratios(table: pd.DataFrame, out: Path | str, *, caption: str) -> Figu
 def draft_quality(table: pd.DataFrame, curves: pd.DataFrame, out: Path | str, *, caption: str) -> Figure:
     """Tokens per step of each variant of the study, a dot for each seed, and how they were reached in time.
 
-    table, curves: the two results of `study.study` (or their CSVs). A line is the mean over seeds.
+    table: of `study.compare`; curves: the validated rows of `study.training_log`. A line is the mean over
+    seeds.
     """
     metrics.require_columns(table, ["variant", "seed", "tokens_per_step"], "rows of the study")
     metrics.require_columns(curves, ["variant", "seconds", "step", "tokens_per_step"], "curves of the study")

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +73,7 @@ class Paths:
 
     @property
     def drafts(self) -> Path:
+        """A folder for each seed, in it one for each draft."""
         return self.data / "drafts"
 
 
@@ -95,6 +98,21 @@ class Run:
     def competitors(self) -> tuple[str, ...]:
         """The drafts of Table 1: the profile's baselines and SpecFormer."""
         return (*self.settings.baselines, *self.methods)
+
+    @property
+    def trained(self) -> dict[tuple[str, int], Path]:
+        """(Draft, seed) -> its folder, of all that the profile trains or takes as they are."""
+        study = self.settings.study
+        runs = [(name, seed) for name in study.variants for seed in study.seeds]
+        runs += [(name, study.seeds[0]) for name in self.settings.baselines]
+        return {(name, seed): self.paths.drafts / str(seed) / name for name, seed in runs}
+
+    def draft(self, name: str) -> Path:
+        """The folder of the draft that tables and `generate` take, that of the first seed; UserError where
+        it is not trained."""
+        folder = self.paths.drafts / str(self.settings.study.seeds[0]) / name
+        stage = "baseline" if name in self.settings.baselines else "draft"
+        return self.require(folder, f"{stage}, study.variants or baselines with {name}")
 
     def require(self, path: Path, stage: str) -> Path:
         """`path`, which `stage` makes; UserError with the command to run when it is missing."""
@@ -135,27 +153,52 @@ def open_run(profile: str, root: Path | None = None) -> Run:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage as `dvc.yaml` has it, for one profile; paths are relative to the root."""
+    """A stage as `dvc.yaml` has it, for one profile; paths are relative to the root. item: what a matrix
+    filled in, its name then being "stage@value-value" as DVC has it."""
 
     name: str
     deps: tuple[str, ...]
     sections: tuple[str, ...]
     outs: tuple[str, ...]
+    item: dict[str, str] = field(default_factory=dict)
 
 
 def read_stages(profile: str, root: Path) -> dict[str, Stage]:
-    """The stages of `root/dvc.yaml`, in order, with `${profile}` filled in."""
-    text = (root / "dvc.yaml").read_text().replace("${profile}", profile)
+    """The stages of `root/dvc.yaml`, in order, `${}` filled in and matrices spread out."""
+    context = {"profile": profile, **load_settings(profile, root).model_dump(mode="json")}
     stages = {}
-    for name, raw in YAML(typ="safe", pure=True).load(text)["stages"].items():
+    for name, raw in YAML(typ="safe", pure=True).load((root / "dvc.yaml").read_text())["stages"].items():
+        matrix = {key: _fill(values, context) for key, values in raw.get("matrix", {}).items()}
         outs = [
             out if isinstance(out, str) else next(iter(out))
             for kind in ("outs", "metrics", "plots")
             for out in raw.get(kind, [])
         ]
         sections = [key for file in raw.get("params", []) for keys in file.values() for key in keys]
-        stages[name] = Stage(name, tuple(raw.get("deps", [])), tuple(sections), tuple(outs))
+        for values in product(*matrix.values()):
+            item = dict(zip(matrix, map(str, values), strict=True))
+            full = f"{name}@{'-'.join(item.values())}" if item else name
+            filled = [
+                tuple(str(_fill(path, context | {"item": item})) for path in paths)
+                for paths in (raw.get("deps", []), outs)
+            ]
+            stages[full] = Stage(full, filled[0], tuple(sections), filled[1], item)
     return stages
+
+
+def _fill(text: str, context: dict[str, Any]) -> Any:
+    """`text` with each `${a.b[0]}` replaced by that value of `context`; the value itself if that is all."""
+
+    def value(match: re.Match[str]) -> Any:
+        found: Any = context
+        for part in re.findall(r"\w+", match.group(1)):
+            found = found[int(part) if part.isdecimal() and isinstance(found, list) else part]
+        return found
+
+    pattern = re.compile(r"\$\{([^}]+)\}")
+    if whole := pattern.fullmatch(text):
+        return value(whole)
+    return pattern.sub(lambda match: str(value(match)), text)
 
 
 def run_stage(name: str, profile: str, root: Path | None = None) -> None:
@@ -177,7 +220,7 @@ def run_stage(name: str, profile: str, root: Path | None = None) -> None:
     marker.begin()
     try:
         with Meter() as meter:
-            _work(name, run)
+            _work(stage, run)
     except BaseException:
         marker.write("interrupted", meter.seconds)
         raise
@@ -192,8 +235,11 @@ def run_stage(name: str, profile: str, root: Path | None = None) -> None:
     print(f"stage {name}: {cost.seconds:.0f} s, at most {cost.peak_memory_gib:.1f} GiB of memory")
 
 
-def _work(name: str, run: Run) -> None:
-    if name in NOTEBOOKS:
+def _work(stage: Stage, run: Run) -> None:
+    name = stage.name
+    if stage.item:
+        _train(run, stage.item["name"], int(stage.item.get("seed", run.settings.study.seeds[0])))
+    elif name in NOTEBOOKS:
         notebook = f"{NOTEBOOKS[name]}.ipynb"
         executed = run.paths.results / "notebooks" / notebook
         run_notebook(run.root / "notebooks" / notebook, executed, {"profile": run.profile})
@@ -239,6 +285,12 @@ def _corpus(run: Run) -> None:
         **options,
     )
     _write_json(run.paths.results / "corpus.json", counts)
+
+
+def _train(run: Run, name: str, seed: int) -> None:
+    from specformer.study import open_course
+
+    open_course(run).train(name, seed, run.trained[name, seed])
 
 
 def _code(run: Run) -> None:

@@ -79,7 +79,7 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def digests(folder: Path, pattern: str = "*/*.safetensors") -> dict[str, str]:
+def digests(folder: Path, pattern: str = "**/*") -> dict[str, str]:
     """File below `folder` -> SHA-256 of its bytes."""
     found = {}
     for file in sorted(path for path in folder.glob(pattern) if path.is_file()):

@@ -65,11 +65,12 @@ def claims(
     table2: pd.DataFrame,
     forwards: pd.DataFrame,
     architecture: dict[str, Any],
+    table3: pd.DataFrame | None = None,
     table4: pd.DataFrame | None = None,
 ) -> list[Claim]:
     """The paper's six claims and what this run says of each.
 
-    table1, table2, table4: as `tables.build_table1` ... make them, the last None where it was not run;
+    table1 to table4: as `tables.build_table1` ... make them, the last two None where they were not run;
     forwards: seconds of bare forward passes (columns batch_size, tokens_per_request, seconds), Figure 1's;
     architecture: m_s and m_p, weights.
     """
@@ -87,7 +88,7 @@ def claims(
         Claim(
             5,
             "Larger bases accept less, and lose less to the draft's own cost.",
-            (Check("kappa and theta fall from 4B to 14B.", "", "one base LLM in this run", None, "table3"),),
+            (_sizes(table3, "kappa"), _sizes(table3, "theta")),
         ),
         Claim(
             6,
@@ -219,6 +220,25 @@ def _self_distillation(table2: pd.DataFrame) -> tuple[Check, ...]:
             "table2.csv",
         ),
     )
+
+
+def _sizes(table3: pd.DataFrame | None, column: str) -> Check:
+    """Whether a column of Table 3 falls from the smallest to the largest base, averaged over its cells."""
+
+    def ends(table: pd.DataFrame, order: Sequence[str]) -> list[float]:
+        by_base: Any = table.pivot_table(index=["batch_size", "k"], columns="base_model", values=column)
+        return [float(by_base.dropna()[name].mean()) for name in order]
+
+    asks = f"{column} falls from the smallest base LLM to the largest."
+    paper: Any = paper_table(3).loc[lambda table: table["k"] > 0]
+    low, high = ends(paper, ("Qwen3-4B", "Qwen3-14B"))
+    drafted = None if table3 is None else table3.loc[table3["k"] > 0].sort_values("base_parameters")
+    if drafted is None or drafted["base_model"].nunique() < 2:
+        return Check(asks, f"{low:.2f} to {high:.2f}", "only one base LLM was run", None, "table3.csv")
+    names = list(dict.fromkeys(drafted["base_model"]))
+    first, last = ends(drafted, (names[0], names[-1]))
+    told = f"{first:.2f} with {names[0]} to {last:.2f} with {names[-1]}"
+    return Check(asks, f"{low:.2f} to {high:.2f}", told, last < first, "table3.csv")
 
 
 def _ablations(table4: pd.DataFrame | None) -> tuple[Check, ...]:

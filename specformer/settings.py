@@ -19,6 +19,20 @@ from ruamel.yaml.error import YAMLError
 from specformer.errors import UserError
 
 Baseline = Literal["ngram", "medusa", "mtp", "eagle", "hass", "eagle3"]
+Variant = Literal[
+    "specformer",
+    "specformer_no_self_distill",
+    "specformer_plus",
+    "causal_draft_attention",
+    "no_positional_ffn",
+    "larger",
+    "whole_vocabulary",
+    "anchor_token_positional",
+    "anchor_token_context",
+    "soft_labels",
+    "decaying_weights",
+    "acceptance_aware_weights",
+]
 EvalSet = Literal["dialogues", "humaneval", "mt_bench", "gsm8k", "alpaca", "cnn_dm"]
 
 
@@ -43,6 +57,8 @@ _list = Field(strict=False, min_length=1)
 _distinct = AfterValidator(_check_distinct)
 Counts = Annotated[tuple[Count, ...], _list, _distinct]
 Hooks = Annotated[tuple[Hook, ...], _list, _distinct]
+Variants = Annotated[tuple[Variant, ...], _list, _distinct]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], _list, _distinct]
 EvalSets = Annotated[tuple[EvalSet, ...], _list, _distinct]
 
 
@@ -176,6 +192,13 @@ class PlusSection(Section):
     a position is reached."""
 
 
+class StudySection(Section):
+    variants: Variants
+    """Drafts to train, specformer among them; what sets each apart is in specformer/study.py."""
+    seeds: Seeds
+    """A draft of each variant is trained with each seed; the tables' come from the first."""
+
+
 class AblateSection(Section):
     k: Count
     """Draft tokens verified a step, 1 to draft.draft_length."""
@@ -236,8 +259,11 @@ class Settings(Section):
     """Its training."""
     plus: PlusSection | None
     """What goes beyond the paper; null trains the paper-faithful draft alone."""
+    study: StudySection
+    """Which drafts are trained, and with which seeds."""
     baselines: Annotated[tuple[Baseline, ...], Field(strict=False), _distinct]
-    """Published drafts, trained and measured beside SpecFormer on equal data and steps; may be none."""
+    """Published drafts, trained with the first seed and measured beside SpecFormer on equal data and steps;
+    may be none."""
     ablate: AblateSection
     """Table 2."""
     scale: ScaleSection
@@ -320,6 +346,13 @@ def _cross_checks(settings: Settings) -> list[str]:
         problems.append(
             f"train.micro_batch = {train.micro_batch}: "
             f"must divide train.sequences_per_step = {train.sequences_per_step}"
+        )
+    trained = settings.study.variants
+    if "specformer" not in trained:
+        problems.append("study.variants lacks specformer, which the others are compared with")
+    if ("specformer_plus" in trained) != (settings.plus is not None):
+        problems.append(
+            "study.variants: specformer_plus belongs there where there is a section `plus`, and only there"
         )
     if train.max_length < draft_length + 2:
         problems.append(

@@ -1,144 +1,204 @@
-"""Which change to the draft or to its training is worth what: variants x seeds, same dialogues and steps.
+"""The drafts of a profile and what sets each apart: SpecFormer, its variants, one change each, and baselines.
 
-One training loop for all; what differs is named in the settings. Finished runs are kept, so a killed study
-goes on where it stopped.
+All are trained by one loop on the same dialogues and steps, over seeds. Finished runs are kept, so a killed
+study goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from specformer import hardware
-from specformer.base import Base
-from specformer.drafts import new_draft
+from specformer import shards
+from specformer.base import Base, resolve_hooks
+from specformer.drafts import Draft, new_draft
+from specformer.errors import UserError
+from specformer.settings import Settings
 from specformer.target import Target
 from specformer.training import LOG, Row, train
 
-PAPER: dict[str, Any] = {
-    "draft_attention": "bidirectional",
-    "positional": "ffn",
-    "layers": 1,
-    "anchor_token": "none",
-    "vocabulary": 0,
-    "soft_labels": 0,
-    "position_weights": 1.0,
-}
-OF_THE_DRAFT = ("draft_attention", "positional", "layers", "anchor_token", "vocabulary")
+if TYPE_CHECKING:
+    from specformer.pipeline import Run
+
+PAPER: dict[str, Any] = {"soft_labels": 0, "position_weights": 1.0}
+"""What the paper's drafts learn from: the text's own tokens, all draft positions alike."""
 
 
-def variants(vocabulary: int, plus: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name -> what differs from the paper's draft with a cut vocabulary: one change each, Table 4's first,
-    then `plus`."""
-    cut = {"vocabulary": vocabulary}
-    return {
-        "specformer, whole vocabulary": {},
-        "specformer": cut,
-        "causal draft attention": cut | {"draft_attention": "causal"},
-        "no positional FFN": cut | {"positional": "embedding"},
-        "larger": cut | {"layers": 2},
-        "anchor token, positional": cut | {"anchor_token": "positional"},
-        "anchor token, context": cut | {"anchor_token": "context"},
-        "soft labels": cut | {"soft_labels": 8},
-        "decaying weights": cut | {"position_weights": 0.7},
-        "acceptance-aware weights": cut | {"position_weights": "acceptance"},
-        "specformer_plus": cut | dict(plus),
+@dataclass(frozen=True)
+class Variant:
+    """A draft to train. kind: its registered name; draft: what differs from the profile's section `draft`;
+    learns: from PAPER; answers: whose it learns from, "distilled" (the base's own) or "reference"."""
+
+    kind: str = "specformer"
+    draft: Mapping[str, Any] = field(default_factory=dict)
+    learns: Mapping[str, Any] = field(default_factory=dict)
+    answers: str = "distilled"
+
+
+def variants(settings: Settings) -> dict[str, Variant]:
+    """Every draft that the settings can train, by name; a single change against `specformer`, but for `plus`
+    and the baselines."""
+    known = {
+        "specformer": Variant(),
+        "specformer_no_self_distill": Variant(answers="reference"),
+        "causal_draft_attention": Variant(draft={"draft_attention": "causal"}),
+        "no_positional_ffn": Variant(draft={"positional": "embedding"}),
+        "larger": Variant(draft={"layers": settings.draft.layers + 1}),
+        "whole_vocabulary": Variant(draft={"vocabulary": 0}),
+        "anchor_token_positional": Variant(draft={"anchor_token": "positional"}),
+        "anchor_token_context": Variant(draft={"anchor_token": "context"}),
+        "soft_labels": Variant(learns={"soft_labels": 8}),
+        "decaying_weights": Variant(learns={"position_weights": 0.7}),
+        "acceptance_aware_weights": Variant(learns={"position_weights": "acceptance"}),
     }
+    if settings.plus:
+        learns = settings.plus.model_dump()
+        known["specformer_plus"] = Variant(draft={"anchor_token": learns.pop("anchor_token")}, learns=learns)
+    for name in settings.baselines:
+        recipe = Draft.kinds[name].recipe
+        known[name] = Variant(name, learns={key: recipe[key] for key in PAPER if key in recipe})
+    return known
 
 
-def run_folder(out_dir: Path, name: str, seed: int) -> Path:
-    """Where `study` keeps the run of a variant and seed."""
-    return out_dir / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+@dataclass
+class Course:
+    """What the drafts of a profile are trained with. answers: "distilled" and "reference" rows, read when
+    needed; validation: the base's own answers; names: the drafts that share the base's hidden states in
+    `hidden` (a folder for each kind of answers)."""
+
+    base: Base
+    target: Target
+    settings: Settings
+    answers: Mapping[str, Sequence[Row]]
+    validation: Sequence[Row]
+    names: Sequence[str]
+    hidden: Path
+
+    def variant(self, name: str) -> Variant:
+        """Raises UserError for a draft that the settings do not know."""
+        known = variants(self.settings)
+        if name not in known:
+            raise UserError(f"{name!r} is no draft of this profile: {', '.join(known)}")
+        return known[name]
+
+    def start(self, name: str, seed: int) -> Draft:
+        """An untrained draft."""
+        variant, draft = self.variant(name), self.settings.draft
+        common = {"draft_length", "vocabulary", "init"}
+        options = draft.model_dump(include=None if variant.kind == "specformer" else common)
+        options |= {"hooks": self._hooks(name), **variant.draft}
+        return new_draft(self.base, variant.kind, self.answers[variant.answers], seed=seed, **options)
+
+    def train(self, name: str, seed: int, folder: Path) -> dict[str, Any] | None:
+        """Train a draft into `folder`, or go on; one that is finished is kept. Returns the loop's summary,
+        None for a draft that has nothing to train."""
+        variant, draft = self.variant(name), self.start(name, seed)
+        if not draft.parameter_counts().total:
+            draft.save_pretrained(folder)
+            return None
+        sharing = {other: self.variant(other) for other in self.names}
+        return train(
+            self.base,
+            draft,
+            self.answers[variant.answers],
+            self.validation,
+            folder,
+            **self.settings.train.model_dump(),
+            **PAPER | dict(variant.learns),
+            seed=seed,
+            target=self.target,
+            hidden_dir=self.hidden / variant.answers,
+            hidden_others=[
+                (self._hooks(other), int(found.learns.get("soft_labels", 0)))
+                for other, found in sharing.items()
+                if found.answers == variant.answers
+            ],
+        )
+
+    def _hooks(self, name: str) -> tuple[int, ...]:
+        kind, layers = self.variant(name).kind, self.base.num_layers
+        if kind == "specformer":
+            return resolve_hooks(self.settings.draft.hooks, layers)
+        return Draft.kinds[kind].default_hooks(layers)
 
 
-def study(
-    base: Base,
-    target: Target,
-    rows: Sequence[Row],
-    validation: Sequence[Row],
-    out_dir: Path,
-    *,
-    changes: Mapping[str, Mapping[str, Any]],
-    seeds: Sequence[int],
-    draft: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Train every variant with every seed and validate it; a row each, and the curves that led there.
+def open_course(run: Run, base: Base | None = None) -> Course:
+    """What the stages before have made for training. Raises UserError naming the stage of what is missing."""
+    base, settings = base or run.load_base(), run.settings
+    dialogues = {
+        split: shards.read_table(run.require(run.paths.corpus / f"{split}.parquet", "corpus"))
+        for split in ("train", "validation")
+    }
+    folders = {"distilled": run.paths.distilled, "reference": run.paths.reference}
+    return Course(
+        base,
+        Target(base, settings.train.max_length),
+        settings,
+        {
+            name: shards.read_rows(run.require(folder / "train", "distill"), dialogues["train"])
+            for name, folder in folders.items()
+        },
+        shards.read_rows(run.paths.distilled / "validation", dialogues["validation"]),
+        (*settings.study.variants, *settings.baselines),
+        run.paths.data / "hidden",
+    )
 
-    changes: name -> settings that differ from PAPER; draft: arguments of `new_draft`, options: of `train`.
-    Columns: variant, seed, steps, tokens, seconds (of training, the base's hidden states not counted),
-    tokens_per_step (best validation), equal_time (best validation within the time of the fastest variant,
-    each at the pace of its least disturbed seed), accuracy_1.. (last validation, per position), machine.
-    Columns of the curves, a row for each validation: variant, seed, step, tokens, seconds, tokens_per_step.
+
+def training_log(folders: Mapping[tuple[str, int], Path]) -> pd.DataFrame:
+    """The logs of trained drafts as a table, a row a step.
+
+    folders: (variant, seed) -> its folder. Columns: variant, seed, step, tokens, loss, lr, seconds (of
+    training, the base's hidden states not counted); at validations also tokens_per_step and accuracy_1..,
+    the share of right tokens at each draft position.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
-    most = max(int(change.get("soft_labels", 0)) for change in changes.values())
-    # the variant that keeps the most of the base goes first: the others find it on disk
-    order = sorted(changes, key=lambda name: int(changes[name].get("soft_labels", 0)) < most)
-    logs = {}
-    print(f"study: {len(changes)} variants x {len(seeds)} seeds on {len(rows)} dialogues", flush=True)
-    for seed in seeds:
-        for name in order:
-            settings = PAPER | dict(changes[name])
-            fresh = new_draft(
-                base, "specformer", rows, **draft, seed=seed, **{key: settings[key] for key in OF_THE_DRAFT}
-            )
-            own = {key: value for key, value in settings.items() if key not in OF_THE_DRAFT}
-            folder = run_folder(out_dir, name, seed)
-            train(
-                base,
-                fresh,
-                rows,
-                validation,
-                folder,
-                **options,
-                **own,
-                seed=seed,
-                target=target,
-                hidden_dir=out_dir / "hidden",
-            )
-            lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
-            logs[name, seed] = [line for line in lines if "validation" in line]
-    rows_ = compare(logs, names=list(changes)).assign(**hardware.describe(base.dtype, base.device))
-    shown = ("step", "tokens", "seconds", "tokens_per_step")
-    curves = [
-        {"variant": name, "seed": seed, **{key: line[key] for key in shown}}
-        for (name, seed), lines in logs.items()
-        for line in lines
-    ]
-    return rows_, pd.DataFrame(curves)
+    shown = ("step", "tokens", "loss", "lr", "seconds", "tokens_per_step")
+    rows = []
+    for (name, seed), folder in folders.items():
+        for text in (folder / LOG).read_text().splitlines():
+            line = json.loads(text)
+            row = {"variant": name, "seed": seed, **{key: line[key] for key in shown if key in line}}
+            # a step's accuracy on its own batch is a by-product: what is kept is the validation's
+            accuracy = line.get("validation", {}).get("accuracy", [])
+            rows.append(row | {f"accuracy_{j}": share for j, share in enumerate(accuracy, 1)})
+    return pd.DataFrame(rows)
 
 
-def compare(
-    logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], names: Sequence[str]
-) -> pd.DataFrame:
-    """Validation lines of each (variant, seed) -> the rows of `study`, in the order of `names`."""
-    # machines are shared: another's load would pass for a slow variant
-    pace: dict[str, float] = {}
-    for (name, _), lines in logs.items():
-        pace[name] = min(pace.get(name, np.inf), lines[-1]["seconds"] / lines[-1]["step"])
-    shortest = min(pace[name] * lines[-1]["step"] for (name, _), lines in logs.items())
-    found = []
-    for (name, seed), lines in sorted(logs.items(), key=lambda item: (names.index(item[0][0]), item[0][1])):
-        curve = np.maximum.accumulate([line["tokens_per_step"] for line in lines])
-        found.append(
+def compare(log: pd.DataFrame, machine: Mapping[str, Any]) -> pd.DataFrame:
+    """`training_log`'s rows -> a row for each variant and seed, in the order of their variants.
+
+    Columns: variant, seed, steps, tokens, seconds, tokens_per_step (best validation), equal_time (best
+    validation within the time of the fastest variant, each at the pace of its least disturbed seed),
+    accuracy_1.. (last validation), and those of `machine`.
+    """
+    found, pace, steps = [], {}, {}
+    by_run: Any = log.groupby(["variant", "seed"], sort=False)
+    for (name, seed), own in by_run:
+        last = own.iloc[-1]
+        # machines are shared: another's load would pass for a slow variant
+        pace[name] = min(pace.get(name, np.inf), last["seconds"] / last["step"])
+        steps[name] = min(steps.get(name, np.inf), last["step"])
+        found.append((name, seed, own.dropna(subset="tokens_per_step")))
+    shortest = min(pace[name] * steps[name] for name in pace)
+    order = list(pace)
+    rows = []
+    for name, seed, own in sorted(found, key=lambda run: (order.index(run[0]), run[1])):
+        best, last = np.maximum.accumulate(own["tokens_per_step"].to_numpy()), own.iloc[-1]
+        rows.append(
             {
                 "variant": name,
                 "seed": seed,
-                "steps": lines[-1]["step"],
-                "tokens": lines[-1]["tokens"],
-                "seconds": lines[-1]["seconds"],
-                "tokens_per_step": float(curve[-1]),
+                **{key: last[key] for key in ("step", "tokens", "seconds")},
+                "tokens_per_step": float(best[-1]),
                 # the best kept grows between validations: read it off the line through them
-                "equal_time": float(
-                    np.interp(shortest / pace[name], [line["step"] for line in lines], curve)
-                ),
-                **{f"accuracy_{j}": a for j, a in enumerate(lines[-1]["validation"]["accuracy"], 1)},
+                "equal_time": float(np.interp(shortest / pace[name], own["step"], best)),
+                **last.filter(like="accuracy_").dropna(),
+                **machine,
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(rows).rename(columns={"step": "steps"})

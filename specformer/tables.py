@@ -34,13 +34,8 @@ VARIANTS = {
 }
 """Method of a record -> variant of Table 2."""
 
-ABLATIONS = {
-    "specformer": "specformer",
-    "no positional FFN": "no_positional_ffn",
-    "causal draft attention": "causal_draft_attention",
-    "larger": "larger",
-}
-"""Variant of the study -> variant of Table 4."""
+ABLATIONS = ("specformer", "no_positional_ffn", "causal_draft_attention", "larger")
+"""Variants of Table 4."""
 
 PAPER_FILES = {
     1: "table1_throughput.csv",
@@ -50,6 +45,9 @@ PAPER_FILES = {
 }
 TABLE1_KEYS = ["batch_size", "k", "method"]
 TABLE2_KEYS = ["batch_size", "k", "variant"]
+TABLE3_KEYS = ["batch_size", "k", "base_model"]
+QUOTABLE = 3
+"""Rounds that a speed needs at least to be quoted."""
 
 _MEASURED = [
     *("kappa", "tps", "speedup", "tps_min", "tps_max", "speedup_min", "speedup_max"),
@@ -132,9 +130,47 @@ def build_table2(
     ]
 
 
+def build_table3(profiles: Mapping[str, tuple[pd.DataFrame, int]]) -> pd.DataFrame:
+    """Table 3: SpecFormer on base LLMs of several sizes.
+
+    profiles: of `read_profiles`; a base that several share is taken from the first. Returns the paper's
+    columns (batch_size, k, base_model, kappa, tps, speedup, theta; k = 0 is plain decoding), the spread of
+    the speedup, base_parameters, the profile, and what it ran on: tokens per second of two machines do not
+    compare. Each cell from the smallest base to the largest.
+    """
+    parts, seen = [], set()
+    for profile, (table, size) in profiles.items():
+        name = table["base_model"].iloc[0].split("/")[-1]
+        if name in seen:
+            continue
+        seen.add(name)
+        own = table.loc[table["method"].isin((BASELINE, "specformer"))]
+        own = own.assign(k=own["k"].where(own["method"] != BASELINE, 0)).drop_duplicates(["batch_size", "k"])
+        parts.append(own.assign(base_parameters=size, profile=profile, base_model=name))
+    measured = ["kappa", "tps", "speedup", "theta", "speedup_min", "speedup_max"]
+    kept = [*TABLE3_KEYS, *measured, "base_parameters", "profile", "accelerator", "cpu", "threads", "dtype"]
+    table = pd.concat(parts).sort_values(["batch_size", "k", "base_parameters"]).loc[:, kept]
+    return table.reset_index(drop=True)
+
+
+def read_profiles(results: Path) -> dict[str, tuple[pd.DataFrame, int]]:
+    """Profile -> its Table 1 and the parameters of its base: that of the folder `results`, and those beside
+    it that were run with enough rounds to be quoted."""
+    found = {}
+    for folder in [results, *sorted(results.parent.iterdir())]:
+        file = folder / "tables" / "table1.csv"
+        if folder.name in found or not file.exists():
+            continue
+        table = pd.read_csv(file)
+        if folder == results or min(table["rounds"]) >= QUOTABLE:
+            about = json.loads((folder / "architecture.json").read_text())
+            found[folder.name] = (table, about["base_parameters"])
+    return found
+
+
 def summarise(rows: pd.DataFrame, reference: str = "specformer") -> pd.DataFrame:
     """Mean, smallest and largest over seeds of each variant, and its difference to `reference`'s mean (to
-    the first variant's where that was not trained). rows: `study.study`'s.
+    the first variant's where that was not trained). rows: `study.compare`'s.
 
     certain: whether the two ranges over seeds do not overlap.
     """
@@ -166,14 +202,11 @@ def build_table4(summary: pd.DataFrame, *, base_model: str, draft_length: int) -
     metrics.require_columns(summary, ["variant", *names, *kept], "the summary of the study")
     own = summary.set_index("variant")
     if missing := [name for name in ABLATIONS if name not in own.index]:
-        raise UserError(f"Table 4 needs {', '.join(missing)}: run `specformer bench drafts`")
-    table = (
-        own.loc[list(ABLATIONS)]
-        .rename(columns=names)
-        .assign(base_model=base_model, k=draft_length, variant=list(ABLATIONS.values()))
-    )
+        raise UserError(f"Table 4 needs {', '.join(missing)}: add them to study.variants")
+    table = own.loc[list(ABLATIONS)].rename(columns=names)
+    table = table.assign(base_model=base_model, k=draft_length).reset_index()
     columns = ["base_model", "k", "variant", *names.values(), *kept]
-    return table.reset_index(drop=True).loc[:, columns]
+    return table.loc[:, columns]
 
 
 def _measure(

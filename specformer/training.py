@@ -308,6 +308,7 @@ def train(
     seed: int = 0,
     hidden_gib: float = 0.0,
     hidden_dir: str | Path | None = None,
+    hidden_others: Sequence[tuple[tuple[int, ...], int]] = (),
     target: Target | None = None,
 ) -> dict[str, Any]:
     """Train `draft` on `rows` and save the best one by validation tokens_per_step in `out_dir`.
@@ -320,7 +321,8 @@ def train(
     patience: stop after so many validations without a better tokens_per_step (0: never); log_with: "dvclive"
     or "tensorboard", which then writes below `out_dir`, beside log.jsonl (None: neither).
     hidden_gib: disk that the base's hidden states may take to be reused over epochs (0: computed each time),
-    hidden_dir: where (default: a folder in `out_dir`, deleted at the end).
+    hidden_dir: where (default: a folder in `out_dir`, deleted at the end); hidden_others: hooks and
+    soft_labels of other drafts that will read that folder.
     Writes log.jsonl (a line a step: step, tokens, loss, lr, seconds, accuracy per position; validation lines
     with tokens_per_step too), checkpoint/ while it runs, and config.json, model.safetensors, summary.json.
     A run that was killed goes on from its checkpoint, on one CPU process bit for bit; a finished one with
@@ -330,7 +332,7 @@ def train(
     """
     out_dir = Path(out_dir)
     settings: dict[str, Any] = {k: v for k, v in locals().items() if isinstance(v, int | float | str | tuple)}
-    for place in ("out_dir", "hidden_dir", "hidden_gib", "log_with"):
+    for place in ("out_dir", "hidden_dir", "hidden_others", "hidden_gib", "log_with"):
         settings.pop(place, None)
     settings |= {"rows": len(rows), "base": draft.config.base_fingerprint}
     settings["betas"] = list(betas)
@@ -377,7 +379,14 @@ def train(
 
     world, rank = accelerator.num_processes, accelerator.process_index
     hidden_states = _hidden_states(
-        target, draft, [*rows, *validation], plan, max_length, soft_labels, hidden_gib, hidden_dir, out_dir
+        target,
+        [*rows, *validation],
+        plan,
+        max_length,
+        [(draft.hooks, soft_labels), *hidden_others],
+        hidden_gib,
+        hidden_dir,
+        out_dir,
     )
     head = draft.head(target)
     average = sum(_total(r, max_length) for r in rows) / len(rows)
@@ -542,26 +551,30 @@ def _flat(entry: dict[str, Any]) -> dict[str, float]:
 
 def _hidden_states(
     target: Target,
-    draft: Draft,
     rows: Sequence[Row],
     plan: Schedule,
     max_length: int,
-    top: int,
+    wanted: Sequence[tuple[tuple[int, ...], int]],
     hidden_gib: float,
     hidden_dir: str | Path | None,
     out_dir: Path,
 ) -> HiddenStates:
-    """The base's hidden states, kept on disk when they are used again and fit; says so either way."""
+    """The base's hidden states, kept on disk when they are used again and fit; says so either way.
+
+    wanted: hooks and soft labels, one's own first.
+    """
+    (hooks, top), *others = wanted
     folder = Path(hidden_dir) if hidden_dir else out_dir / "hidden"
-    states = HiddenStates(target, draft.hooks, None, top)
-    size = sum(_total(r, max_length) for r in rows) * states.bytes_per_token() / GIB
+    computed = HiddenStates(target, hooks, None, top)
     if hidden_gib == 0 or (hidden_dir is None and plan.steps <= plan.steps_per_epoch):
-        return states
+        return computed
+    kept = HiddenStates(target, hooks, folder, top, others)
+    size = sum(_total(r, max_length) for r in rows) * kept.bytes_per_token() / GIB
     if size > hidden_gib:
         print(f"hidden states would take {size:.1f} GiB, {hidden_gib} are allowed: computed every epoch")
-        return states
+        return computed
     print(f"hidden states: {size:.2f} GiB in {folder}, computed once", flush=True)
-    return HiddenStates(target, draft.hooks, folder, top)
+    return kept
 
 
 def weigh(counts: Tensor, by: float | str, accuracy: Sequence[float]) -> Tensor:
@@ -617,7 +630,7 @@ def _checkpoint(accelerator: Accelerator, state: TrainingState, out_dir: Path) -
     accelerator.save_state(str(fresh))
     accelerator.wait_for_everyone()  # every process writes its part before the folder is renamed
     if accelerator.is_main_process:
-        (fresh / SUMS).write_text(json.dumps(digests(fresh, "**/*"), indent=2))
+        (fresh / SUMS).write_text(json.dumps(digests(fresh), indent=2))
         shutil.rmtree(old, ignore_errors=True)
         if (out_dir / CHECKPOINT).exists():
             os.replace(out_dir / CHECKPOINT, old)
@@ -634,7 +647,7 @@ def _resume(accelerator: Accelerator, state: TrainingState, out_dir: Path, setti
             (out_dir / LOG).unlink(missing_ok=True)
         return
     try:
-        wanted, found = json.loads((folder / SUMS).read_text()), digests(folder, "**/*")
+        wanted, found = json.loads((folder / SUMS).read_text()), digests(folder)
         damaged = [name for name, digest in wanted.items() if digest != found.get(name)]
         if damaged:
             raise ValueError(f"{', '.join(damaged)} not as written")

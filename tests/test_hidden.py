@@ -71,10 +71,28 @@ def test_a_run_that_wants_fewer_or_more_next_tokens_shares_the_folder(tiny_llama
     assert torch.equal(seven.top_tokens[..., :5], five.top_tokens) and seven.top_tokens.shape[-1] == 7
 
 
-def test_states_of_another_base_or_hooks_are_refused(tiny_llama, tiny_qwen3, tmp_path, batch):
+def test_drafts_with_other_hooks_share_the_folder(tiny_llama, tmp_path, batch):
+    """What others will read is kept from the first on; what nobody announced is computed."""
+    target, encode = Target(tiny_llama, 32), Target(tiny_llama, 32).encode
+    HiddenStates(target, HOOKS, tmp_path, others=[((1, 2), 0), ((3,), 4)])(batch)
+    fresh = HiddenStates(Target(tiny_llama, 32), (3, 1), None, top=4)(batch)
+    target.encode = None  # type: ignore[assignment]
+    second = HiddenStates(target, (3, 1), tmp_path, top=4)
+    kept = second(batch)
+    assert torch.equal(kept.taps, fresh.taps) and torch.equal(kept.top_tokens, fresh.top_tokens)
+    second.fill(batch)  # nothing to do
+    (tmp_path / "few").mkdir()
+    target.encode = encode
+    few = HiddenStates(target, HOOKS, tmp_path / "few")
+    few(batch)
+    more = HiddenStates(target, (0, 1), tmp_path / "few")
+    more.fill(batch)
+    target.encode = None  # type: ignore[assignment]
+    assert more(batch).taps.shape == (2, 5, 2, 64)
+
+
+def test_states_of_another_base_are_refused(tiny_llama, tiny_qwen3, tmp_path, batch):
     HiddenStates(Target(tiny_llama, 32), HOOKS, tmp_path)(batch)
-    with pytest.raises(UserError, match="hooks"):
-        HiddenStates(Target(tiny_llama, 32), (0, 1, 4), tmp_path)(batch)
     with pytest.raises(UserError, match="base"):
         HiddenStates(Target(tiny_qwen3, 32), HOOKS, tmp_path)(batch)
 

@@ -99,7 +99,8 @@ def test_stages_depend_on_files_and_settings_that_exist():
     made = {out for stage in stages.values() for out in stage.outs}
     for stage in stages.values():
         for dep in stage.deps:
-            assert dep in made or (ROOT / dep).exists(), f"{stage.name}: {dep}"
+            inside = any(out.startswith(f"{dep}/") for out in made)
+            assert dep in made or inside or (ROOT / dep).exists(), f"{stage.name}: {dep}"
         for key in stage.sections:
             value = settings
             for part in key.split("."):
@@ -137,11 +138,14 @@ def modules_used(file: Path) -> set[str]:
     return used
 
 
-# They say what is told and where, not what comes out; what a machine chooses no file can tell.
+# They say what is told and where, not what comes out; what a machine chooses no file can tell; of the
+# settings a stage lists the values.
 SILENT = {
     "specformer/errors.py",
     "specformer/hardware.py",
+    "specformer/pipeline.py",
     "specformer/progress.py",
+    "specformer/settings.py",
     "specformer/sources.py",
 }
 

@@ -301,15 +301,37 @@ def test_the_meter_sees_the_memory_of_children():
     assert meter.seconds > 0.5
 
 
+TRAINING = """
+from pathlib import Path
+
+from specformer.errors import UserError
+
+
+class Course:
+    def train(self, name, seed, folder):
+        broken = Path("broken")
+        if broken.exists() and name == broken.read_text():
+            raise UserError(f"{name} does not train")
+        folder.mkdir(parents=True)
+        (folder / "file").write_text(f"{name} {seed}")
+
+
+def open_course(run):
+    return Course()
+"""
+
+
 @pytest.fixture(scope="module")
 def dvc_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's own pipeline, with notebooks that write what dvc.yaml says they write."""
+    """The repository's own pipeline, with notebooks that write what dvc.yaml says they write, and training
+    that takes no time."""
     project = tmp_path_factory.mktemp("dvc")
     for name in ("params", "specformer"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, project / name, symlinks=True, ignore=ignore)
-    for name in ("dvc.yaml", "profile.yaml", ".gitignore", ".dvcignore"):
-        shutil.copy(ROOT / name, project / name)
+    for name in ("dvc.yaml", "profile.yaml", "params.yaml", ".gitignore", ".dvcignore"):
+        shutil.copy(ROOT / name, project / name, follow_symlinks=False)
+    (project / "specformer" / "study.py").write_text(TRAINING)
     (project / ".dvc").mkdir()
     (project / ".dvc" / "config").write_text(
         (ROOT / ".dvc" / "config").read_text().replace("[core]", "[core]\n    no_scm = true")
@@ -344,9 +366,11 @@ def dvc(project: Path, *arguments: str) -> str:
 
 def test_dvc_reads_each_profile(dvc_project):
     listed = dvc(dvc_project, "stage", "list", "--all", "--name-only").split()
-    stages = list(read_stages("cpu", ROOT))
     own = [f.parent.name for f in (ROOT / "params").glob("*/dvc.yaml")]
-    assert set(listed) == {*stages, *(f"params/{p}/dvc.yaml:{s}" for p in own for s in stages)}
+    assert set(listed) == {
+        *read_stages("cpu", ROOT),
+        *(f"params/{p}/dvc.yaml:{stage}" for p in own for stage in read_stages(p, ROOT)),
+    }
     for target, profile in [("code", "cpu"), ("params/smoke/dvc.yaml:code", "smoke")]:
         shown = dvc(dvc_project, "repro", "--dry", target)
         assert f"> python -m specformer stage code {profile}\n" in shown
@@ -375,6 +399,25 @@ def test_a_second_repro_runs_nothing_and_a_saved_output_neither(dvc_project):
     params.write_text(params.read_text().replace("title: ", "title: Second "))
     again = dvc(dvc_project, "repro", smoke)
     assert re.findall(r"Running stage '.*:(\w+)'", again) == ["report"]
+
+    # one more draft, which fails: the others stay, and so does one more that does not
+    text = params.read_text().replace("specformer_no_self_distill]", "specformer_no_self_distill, larger]")
+    params.write_text(text.replace("[ngram, medusa, eagle3]", "[ngram, medusa, eagle3, mtp]"))
+    (dvc_project / "broken").write_text("larger")
+    done = subprocess.run(
+        [sys.executable, "-m", "dvc", "repro", "--keep-going", smoke],
+        cwd=dvc_project,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0 and "error: larger does not train" in done.stderr
+    ran = re.findall(r"Running stage '.*:([\w@-]+)'", done.stdout)
+    assert sorted(ran) == ["baseline@mtp", "draft@larger-0"]
+    (dvc_project / "broken").unlink()
+    again = dvc(dvc_project, "repro", smoke)
+    ran = re.findall(r"Running stage '.*:([\w@-]+)'", again)
+    assert ran[0] == "draft@larger-0" and sorted(ran[1:]) == ["ablate", "report", "scale", "train"]
 
     assert "results/smoke/metrics.json" in dvc(dvc_project, "metrics", "show")
     assert "training.csv" in dvc(dvc_project, "plots", "show", "--json")

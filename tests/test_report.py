@@ -11,7 +11,7 @@ import pytest
 
 from specformer import report
 from specformer.errors import UserError
-from specformer.tables import build_table4, paper_table, summarise
+from specformer.tables import build_table3, build_table4, paper_table, read_profiles, summarise, write_csv
 
 ARCHITECTURE = {"m_s": 1_000_000, "m_p": 50_000}
 
@@ -51,8 +51,8 @@ def test_the_papers_own_tables_reproduce_what_they_can():
 def test_claim_6_asks_for_more_than_the_spread_over_seeds():
     kappas = {
         "specformer": (1.24, 1.25),
-        "no positional FFN": (1.20, 1.21),
-        "causal draft attention": (1.22, 1.23),
+        "no_positional_ffn": (1.20, 1.21),
+        "causal_draft_attention": (1.22, 1.23),
         "larger": (1.30, 1.31),
     }
     rows = [(name, seed, value) for name, own in kappas.items() for seed, value in enumerate(own)]
@@ -61,14 +61,55 @@ def test_claim_6_asks_for_more_than_the_spread_over_seeds():
 
     def claim(study):
         table4 = build_table4(summarise(study), base_model="tiny", draft_length=4)
-        return report.claims(paper_table(1), paper_table(2), EATEN, ARCHITECTURE, table4)[5]
+        return report.claims(paper_table(1), paper_table(2), EATEN, ARCHITECTURE, table4=table4)[5]
 
     assert claim(study).verdict == "reproduced"
     assert claim(study).checks[0].ours == "-0.020 (1.220 to 1.230)"
     within = study.replace({"tokens_per_step": {1.23: 1.245}})
     assert [check.holds for check in claim(within).checks] == [False, True, True]
-    with pytest.raises(UserError, match="Table 4 needs larger: run `specformer bench drafts`"):
+    with pytest.raises(UserError, match="Table 4 needs larger: add them to study.variants"):
         claim(study.loc[study["variant"] != "larger"])
+
+
+def sized(kappas):
+    """A Table 1 of (method, k, kappa), each with a speedup of 1.25."""
+    columns = {"batch_size": 1, "tps": 10.0, "speedup": 1.25, "speedup_min": 1.2, "speedup_max": 1.3}
+    about = {"cpu": "x", "accelerator": "none", "threads": 2, "dtype": "float32"}
+    table = pd.DataFrame(kappas, columns=pd.Index(["method", "k", "kappa"]))
+    return table.assign(**columns, **about, theta=table["kappa"] / 1.25)
+
+
+def test_claim_5_compares_the_smallest_base_with_the_largest():
+    rows = [("none", 2, 1.0), ("none", 4, 1.0), ("specformer", 2, 1.5), ("specformer", 4, 1.7)]
+    small = sized(rows).assign(base_model="maker/Small-1B")
+    large = sized([*rows[:3], ("specformer", 4, 1.5), ("medusa", 4, 9.0)]).assign(base_model="maker/Large-9B")
+    table3 = build_table3({"large": (large, 9), "small": (small, 1), "again": (large, 9)})
+    assert table3[["k", "base_model", "profile"]].values.tolist() == [
+        [k, f"{name.capitalize()}-{size}B", name]
+        for k in (0, 2, 4)
+        for name, size in (("small", 1), ("large", 9))
+    ]
+
+    def claim(table3):
+        return report.claims(paper_table(1), paper_table(2), EATEN, ARCHITECTURE, table3)[4]
+
+    assert claim(table3).verdict == "reproduced"
+    assert claim(table3).checks[0].ours == "1.60 with Small-1B to 1.50 with Large-9B"
+    grown = table3.assign(base_parameters=[9, 1] * 3)
+    assert claim(grown).verdict == "not reproduced"
+    alone = claim(build_table3({"small": (small, 1)}))
+    assert alone.verdict == "not tested here" and alone.checks[0].ours == "only one base LLM was run"
+
+
+def test_other_profiles_count_when_they_can_be_quoted(tmp_path):
+    for name, rounds in (("own", 1), ("other", 3), ("quick", 2)):
+        (tmp_path / name / "tables").mkdir(parents=True)
+        table = sized([("none", 2, 1.0)]).assign(rounds=rounds, base_model=name)
+        write_csv(table, tmp_path / name / "tables" / "table1.csv")
+        (tmp_path / name / "architecture.json").write_text('{"base_parameters": 7}')
+    (tmp_path / "unfinished").mkdir()
+    found = read_profiles(tmp_path / "own")
+    assert {name: size for name, (_, size) in found.items()} == {"own": 7, "other": 7}
 
 
 def test_a_slow_cell_refutes_claim_3_and_names_the_numbers():
@@ -117,7 +158,7 @@ def test_the_ledger_is_written_and_shown(tmp_path):
     assert first["number"] == 1 and first["verdict"] == "reproduced"
     assert first["checks"][0]["source"] == "figure1.csv" and first["checks"][0]["holds"] is True
     html = report.claims_table(ledger, title="Claims", caption="x").as_raw_html()
-    assert html.count("cannot tell") == 5 and "NOT TESTED HERE" in html
+    assert html.count("cannot tell") == 6 and "NOT TESTED HERE" in html
 
 
 def test_rivals_that_were_not_run_are_said_to_be_missing():

@@ -43,7 +43,7 @@ def refusal(root: Path, changes: dict[str, Any], drop: str | None = None) -> str
 
 
 def test_profiles():
-    assert profiles(ROOT) == sorted(["cpu", "cpu-long", "smoke", *PAPER])
+    assert profiles(ROOT) == sorted(["cpu", "cpu-full", "cpu-long", "cpu-study", "smoke", *PAPER])
 
 
 @pytest.mark.parametrize("profile", profiles(ROOT))

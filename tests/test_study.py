@@ -2,54 +2,75 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pandas as pd
 import pytest
-from helpers import answered, nano_base, settings
+from helpers import answered, nano_base
 
-from specformer.study import PAPER, compare, study, variants
+from specformer.drafts import load_draft
+from specformer.errors import UserError
+from specformer.settings import Settings, Variant, load_settings
+from specformer.study import PAPER, Course, compare, training_log, variants
 from specformer.tables import summarise
 from specformer.target import Target
 
+MACHINE = {"cpu": "here"}
 
-def line(seconds, tokens_per_step, step=1):
-    validation = {"accuracy": [0.5, 0.25], "tokens_per_step": tokens_per_step}
-    return {
-        "step": step,
-        "tokens": 10 * step,
-        "seconds": seconds,
-        "validation": validation,
-        "tokens_per_step": tokens_per_step,
+
+def line(variant, seed, step, seconds, tokens_per_step):
+    where = {"variant": variant, "seed": seed, "step": step, "tokens": 10 * step, "seconds": seconds}
+    return where | {"tokens_per_step": tokens_per_step, "accuracy_1": 0.5, "accuracy_2": 0.25}
+
+
+def smoke(**changes) -> Settings:
+    """The smoke profile with other values: section -> its changes, or a whole value."""
+    settings = load_settings("smoke")
+    new = {
+        key: value if not isinstance(value, dict) else getattr(settings, key).model_copy(update=value)
+        for key, value in changes.items()
     }
+    return settings.model_copy(update=new)
 
 
 def test_variants_change_one_thing_each():
-    found = variants(100, {"anchor_token": "context", "soft_labels": 4, "position_weights": "acceptance"})
-    assert found["specformer, whole vocabulary"] == {} and found["specformer"] == {"vocabulary": 100}
-    for name, change in found.items():
-        assert set(change) <= set(PAPER), name
-        if name not in ("specformer, whole vocabulary", "specformer", "specformer_plus"):
-            changed = [key for key, value in change.items() if value != PAPER[key]]
-            assert len(changed) == 2 and "vocabulary" in changed, name
-    assert found["specformer_plus"] == {
-        "vocabulary": 100, "anchor_token": "context", "soft_labels": 4, "position_weights": "acceptance",
-    }  # fmt: skip
+    settings = load_settings("smoke")
+    found = variants(settings)
+    assert set(found) == {*get_args(Variant), *settings.baselines}
+    for name in set(found) - {"specformer", "specformer_plus", *settings.baselines}:
+        variant = found[name]
+        own, learns = settings.draft.model_dump() | {"anchor_token": "none"}, PAPER
+        changed = [key for key, value in variant.draft.items() if value != own[key]]
+        changed += [key for key, value in variant.learns.items() if value != learns[key]]
+        assert len(changed) + (variant.answers == "reference") == 1, name
+    assert (found["specformer_plus"].draft, found["specformer_plus"].learns) == (
+        {"anchor_token": "context"},
+        {"soft_labels": 8, "position_weights": "acceptance"},
+    )
+    assert found["eagle3"].kind == "eagle3"
+    assert found["eagle3"].learns == {"soft_labels": 64, "position_weights": 0.8}
+    assert "specformer_plus" not in variants(smoke(plus=None))
 
 
 def test_equal_time_is_read_off_at_the_fastest_variants_end():
     """Two steps take the fast one 12 s, the slow one 20 s; 12 s are 1.2 of its steps."""
-    logs = {
-        ("slow", 0): [line(10, 1.2), line(20, 1.4, 2)],
-        ("fast", 0): [line(5, 1.1), line(15, 1.3, 2)],
-        ("fast", 1): [line(5, 1.1), line(12, 1.05, 2)],
-        ("slow", 1): [line(10, 1.2), line(90, 1.6, 2)],  # a seed that another job disturbed
-    }
-    rows = compare(logs, ["fast", "slow"]).set_index(["variant", "seed"])
+    log = pd.DataFrame(
+        [
+            *(line("fast", 0, 1, 5, 1.1), line("fast", 0, 2, 15, 1.3)),
+            *(line("slow", 0, 1, 10, 1.2), line("slow", 0, 2, 20, 1.4)),
+            *(line("fast", 1, 1, 5, 1.1), line("fast", 1, 2, 12, 1.05)),
+            # a seed that another job disturbed
+            *(line("slow", 1, 1, 10, 1.2), line("slow", 1, 2, 90, 1.6)),
+        ]
+    )
+    rows = compare(log, MACHINE).set_index(["variant", "seed"])
     assert list(rows.index) == [("fast", 0), ("fast", 1), ("slow", 0), ("slow", 1)]
     assert rows.loc[("slow", 0), "equal_time"] == pytest.approx(1.24)
     assert rows.loc[("slow", 1), "equal_time"] == pytest.approx(1.28)
     assert rows.loc[("fast", 0), "equal_time"] == rows.loc[("fast", 0), "tokens_per_step"] == 1.3
     assert rows.loc[("fast", 1), "tokens_per_step"] == 1.1, "the best checkpoint is what is kept"
     assert rows.loc[("slow", 0), ["accuracy_1", "accuracy_2"]].tolist() == [0.5, 0.25]
+    assert set(rows["cpu"]) == {"here"} and set(rows["steps"]) == {2}
 
 
 def test_a_difference_within_the_spread_is_not_certain():
@@ -70,39 +91,49 @@ def test_a_difference_within_the_spread_is_not_certain():
     assert alone["difference"].tolist() == pytest.approx([0, 0.225]), "the first stands in for it"
 
 
-def test_a_study_trains_every_variant_and_seed_once(tiny_tokenizer, tmp_path, capsys):
+def test_every_draft_of_a_profile_is_trained_once(tiny_tokenizer, tmp_path, capsys):
+    """SpecFormer with both kinds of answers and seeds, a baseline with other hooks, one without weights."""
     base = nano_base(tiny_tokenizer, 320, stop_token_ids=(0, 2))
     rows = answered(base, 8, 10)
-    options = settings(epochs=1.0, sequences_per_step=4, hidden_gib=1.0)
-    for key in ("seed", "soft_labels", "position_weights"):
-        del options[key]
-    changes = {"specformer": {"vocabulary": 50}, "more": {"anchor_token": "context", "soft_labels": 3}}
-    draft = {"hooks": (0, 1, 2), "init": "base", "draft_length": 2}
+    other = [row | {"answer_ids": row["answer_ids"][::-1]} for row in rows]
+    names = ("specformer_plus", "specformer", "specformer_no_self_distill", "eagle3", "ngram")
+    settings = smoke(
+        draft={"draft_length": 2, "hooks": (0, 1, 2), "vocabulary": 50},
+        train={"max_length": 64, "sequences_per_step": 4, "hidden_gib": 1.0},
+        baselines=names[3:],
+    )
+    course = Course(
+        base,
+        Target(base, 64),
+        settings,
+        {"distilled": rows, "reference": other},
+        rows[:4],
+        names,
+        tmp_path / "hidden",
+    )
+    runs = [(name, 0) for name in names] + [("specformer", 1)]
+    folders = {(name, seed): tmp_path / str(seed) / name for name, seed in runs}
+    for (name, seed), folder in folders.items():
+        summary = course.train(name, seed, folder)
+        assert (summary is None) == (name == "ngram")
+        assert load_draft(folder, base).config.vocabulary == 50
+    assert {path.name for path in (tmp_path / "hidden").iterdir()} == {"distilled", "reference"}
+    shown = capsys.readouterr().out
+    assert shown.count("hidden states: ") == 5 and "computed every epoch" not in shown
+    encode, course.target.encode = course.target.encode, None  # type: ignore[assignment]
+    course.train("eagle3", 3, tmp_path / "3")  # all that it reads is there
+    course.target.encode = encode
 
-    def run():
-        return study(
-            base,
-            Target(base, 64),
-            rows,
-            rows[:4],
-            tmp_path,
-            changes=changes,
-            seeds=[0, 1],
-            draft=draft,
-            options=options,
-        )
-
-    found, curves = run()
+    for (name, seed), folder in folders.items():
+        course.train(name, seed, folder)
+    assert capsys.readouterr().out.count("finished earlier") == 5
+    learned = {key: folder for key, folder in folders.items() if key[0] != "ngram"}
+    found = compare(training_log(learned), MACHINE)
     assert list(zip(found["variant"], found["seed"], strict=True)) == [
-        ("specformer", 0), ("specformer", 1), ("more", 0), ("more", 1),
+        ("specformer_plus", 0), ("specformer", 0), ("specformer", 1), ("specformer_no_self_distill", 0),
+        ("eagle3", 0),
     ]  # fmt: skip
     assert found["tokens_per_step"].between(1, 3).all()
-    assert set(found["steps"]) == {2}
-    assert {"accuracy_1", "accuracy_2", "cpu", "dtype", "threads"} <= set(found)
-    capsys.readouterr()
-    last = curves.groupby(["variant", "seed"]).last()["step"]
-    assert list(curves) == ["variant", "seed", "step", "tokens", "seconds", "tokens_per_step"]
-    assert set(last) == {2} and len(last) == 4
-    again, _ = run()
-    assert capsys.readouterr().out.count("finished earlier") == 4
-    pd.testing.assert_frame_equal(again, found)
+    assert set(found["steps"]) == {2} and {"accuracy_1", "accuracy_2", "equal_time"} <= set(found)
+    with pytest.raises(UserError, match="'medusa' is no draft of this profile: specformer, "):
+        course.train("medusa", 0, tmp_path / "4")
