@@ -44,9 +44,12 @@ class Contender:
     auto: bool = False
 
 
-def contenders(drafts: Mapping[str, Draft], ks: Sequence[int], auto: Sequence[str] = ()) -> list[Contender]:
-    """The k = 0 baseline first, then every draft model with every k, then those of `auto` with k = "auto"."""
-    pairs = [Contender(name, draft, k) for name, draft in drafts.items() for k in ks]
+def contenders(
+    drafts: Mapping[str, Draft], ks: Mapping[str, Sequence[int]], auto: Sequence[str] = ()
+) -> list[Contender]:
+    """The k = 0 baseline first, then every draft model with each of its ks, then those of `auto` with
+    k = "auto"."""
+    pairs = [Contender(name, draft, k) for name, draft in drafts.items() for k in ks[name]]
     chosen = [Contender(name + AUTO, drafts[name], drafts[name].draft_length, True) for name in auto]
     return [Contender(BASELINE, None, 0), *pairs, *chosen]
 
@@ -92,7 +95,7 @@ def measure(
     out_dir: str | Path,
     *,
     batch_sizes: Sequence[int],
-    ks: Sequence[int],
+    ks: Mapping[str, Sequence[int]],
     rounds: int,
     round_requests: int,
     auto: Sequence[str] = (),
@@ -104,7 +107,7 @@ def measure(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Time every contender at every batch size; returns the throughput and the step records.
 
-    requests: the prompts, cycled through; a round decodes `round_requests` of them, or as many as the batch
+    ks: of each draft; requests: the prompts, cycled through; a round decodes `round_requests` of them, or as many as the batch
     size where that is more, the same for every contender. Before each batch size all contenders warm up;
     within a round they alternate, and every second round runs in the opposite order. auto: names of `drafts`
     that decode with k = "auto" too. Rounds already recorded in `out_dir` are kept.

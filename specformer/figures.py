@@ -135,10 +135,10 @@ def roofline(
         left.set_yscale("log", base=2)
         left.set(xlabel="tokens of a pass, all requests", ylabel="tokens per second")
         left.set_title("Under the roofline")
-        longest = ideal.loc[ideal["k"] == ideal["k"].max()]
+        longest = ideal.loc[ideal["k"] == ideal.groupby("method")["k"].transform("max")]
         for i, method in enumerate(dict.fromkeys(longest["method"])):
             own = longest.loc[longest["method"] == method].sort_values("batch_size")
-            _line(right, own["batch_size"], own["speedup"], i, label=f"{method}")
+            _line(right, own["batch_size"], own["speedup"], i, label=f"{method}, k = {own['k'].iloc[0]}")
             _line(right, own["batch_size"], own["roofline"], i, hollow=True)
         right.axhline(1.0, color=INK, linewidth=1, linestyle="--", zorder=1)
         right.set_xscale("log", base=2)
@@ -147,7 +147,7 @@ def roofline(
         for axis in (left.xaxis, left.yaxis, right.xaxis):
             axis.set_major_formatter(ScalarFormatter())
         right.set(xlabel="batch size", ylabel="speedup over plain decoding", ylim=(0, None))
-        right.set_title(f"Achieved, and ideal (hollow), k = {ideal['k'].max()}")
+        right.set_title("Achieved, and ideal (hollow)")
         _legend(left, "batch size")
         _legend(right, None)
         return _finish(fig, out, caption)

@@ -214,7 +214,9 @@ class ScaleSection(Section):
     batch_sizes: Counts
     """Batch sizes of Table 1, each at least 1."""
     ks: Counts
-    """Draft tokens verified a step, each 1 to draft.draft_length."""
+    """SpecFormer's draft tokens verified a step, each 1 to draft.draft_length."""
+    baseline_ks: Counts
+    """Those of the baselines."""
     k_auto: bool
     """Measure SpecFormer also with the k that pays at each step, chosen by measured costs (0 included)."""
     max_new_tokens: Count
@@ -359,7 +361,8 @@ def _cross_checks(settings: Settings) -> list[str]:
             f"train.max_length = {train.max_length}: must be at least "
             f"draft.draft_length + 2 = {draft_length + 2}"
         )
-    for key, ks in [("ablate.k", (settings.ablate.k,)), ("scale.ks", scale.ks)]:
+    checked = {"ablate.k": (settings.ablate.k,), "scale.ks": scale.ks, "scale.baseline_ks": scale.baseline_ks}
+    for key, ks in checked.items():
         for k in ks:
             if k > draft_length:
                 problems.append(f"{key} = {k}: allowed are 1 to draft.draft_length = {draft_length}")

@@ -33,7 +33,7 @@ def requests(base):
 
 
 def measure(base, requests, folder, **changes):
-    options = {"batch_sizes": [1, 3], "ks": [2, 4], "rounds": 2, "round_requests": 5}
+    options = {"batch_sizes": [1, 3], "ks": {"bigram": [2, 4]}, "rounds": 2, "round_requests": 5}
     options |= {"max_length": 96, "prefill_chunk": 64} | changes
     return bench.measure(base, {"bigram": BigramDraft(base)}, requests, folder, **options)
 
@@ -76,7 +76,7 @@ def test_step_records(measured, requests):
 def test_auto_is_timed_beside_the_fixed_ks(base, requests, tmp_path, monkeypatch):
     free = StepCosts((1, 3), ((1.0,) * 5,) * 2, ((0.0,) * 4,) * 2)
     monkeypatch.setattr(bench, "step_costs", lambda target, draft, rows, attention: free)
-    throughput, steps = measure(base, requests, tmp_path, ks=[2], rounds=1, auto=["bigram"])
+    throughput, steps = measure(base, requests, tmp_path, ks={"bigram": [2]}, rounds=1, auto=["bigram"])
     assert set(throughput.groupby(["method", "k"]).groups) == {("none", 0), ("bigram", 2), ("bigram_auto", 4)}
     keys = ["batch_size", "request"]
     answers = steps.pivot_table(index=keys, columns="method", values="committed", aggfunc="sum")
