@@ -135,7 +135,10 @@ def test_prompts_are_cycled_with_ids_of_their_own(requests):
 
 def test_the_baseline_is_always_there(base):
     draft = BigramDraft(base)
-    found = [(c.method, c.k, c.draft is None) for c in bench.contenders({"a": draft, "b": draft}, [2, 4])]
+    found = [
+        (c.method, c.k, c.draft is None)
+        for c in bench.contenders({"a": draft, "b": draft}, {"a": [2, 4], "b": [2, 4]})
+    ]
     assert found == [
         ("none", 0, True),
         ("a", 2, False),
