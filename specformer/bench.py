@@ -109,8 +109,8 @@ def measure(
 
     ks: of each draft; requests: the prompts, cycled through; a round decodes `round_requests` of them, or as
     many as the batch size where that is more, the same for every contender. Before each batch size all
-    contenders warm up; within a round they alternate, and every second round runs in the opposite order. auto: names of `drafts`
-    that decode with k = "auto" too. Rounds already recorded in `out_dir` are kept.
+    contenders warm up; within a round they alternate, and every second round runs in the opposite order.
+    auto: names of `drafts` that decode with k = "auto" too. Rounds already recorded in `out_dir` are kept.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
