@@ -141,7 +141,9 @@ def modules_used(file: Path) -> set[str]:
 SILENT = {
     "specformer/errors.py",
     "specformer/hardware.py",
+    "specformer/hub.py",
     "specformer/progress.py",
+    "specformer/sharing.py",
     "specformer/sources.py",
 }
 
