@@ -87,7 +87,8 @@ def generate(
     ] = None,
     profile: Annotated[str, typer.Option(help="Whose base LLM and draft to use.")] = "cpu",
     draft: Annotated[
-        Path | None, typer.Option(help="Draft folder; default: the profile's best, else the packaged one.")
+        str | None,
+        typer.Option(help="Draft: folder or hub name; default: the profile's best, else the packaged one."),
     ] = None,
     base: Annotated[
         str | None, typer.Option(help="Base LLM: folder or hub name; default: the profile's.")
@@ -205,6 +206,46 @@ def package_draft(
 
 
 @app.command()
+def share(
+    folder: Annotated[
+        Path, typer.Argument(help="A trained draft: data/<profile>/drafts/<seed>/<name>, say.")
+    ],
+    repo: Annotated[str, typer.Argument(help="Its name on the hub, OWNER/NAME.")],
+    data: Annotated[
+        str | None,
+        typer.Option(help="Source and licence of its dialogues; default: what its profile says."),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Hub name of its base LLM, where that was a folder here.")
+    ] = None,
+    private: bool = False,
+    dry_run: Annotated[bool, typer.Option(help="Write the folder that would be uploaded, and stop.")] = False,
+) -> None:
+    """Upload a draft with its model card and the code by which transformers decodes with it."""
+    from specformer import hub, sharing
+    from specformer.drafts.interface import CONFIG, read_config
+
+    if not hub.is_name(repo):
+        raise UserError(f"{repo!r} is no name of a repository: give OWNER/NAME")
+    root, name = pipeline.find_root(), read_config(folder / CONFIG, folder).base_name
+    inside = folder.resolve().is_relative_to(root / "data")
+    metrics = []
+    if inside:  # not of any other folder: its name may be that of another run
+        run = pipeline.open_run(folder.resolve().relative_to(root / "data").parts[0], root)
+        data = data or pipeline.origin_of_dialogues(run, sharing.read_summary(folder))
+        if folder.resolve().parent == (run.paths.drafts / str(run.settings.study.seeds[0])).resolve():
+            table = run.paths.results / "tables" / "table1.csv"
+            metrics = sharing.table_metrics(table, str(table.relative_to(root)), folder.name, name)
+    if data is None:
+        raise UserError(f"{folder} is of no profile here: say with --data where its dialogues come from")
+    out = root / "build" / "share" / repo
+    sharing.write_folder(folder, out, data=data, metrics=metrics, base_name=base)
+    print(f"wrote {out.relative_to(root)}")
+    if not dry_run:
+        print(f"uploaded to {hub.upload(out, repo, private=private)}")
+
+
+@app.command()
 def readme() -> None:
     """Fill the README's numbers from results/cpu."""
     from specformer.readme import render
@@ -294,7 +335,8 @@ def bench_engine(
     rounds: Annotated[int, typer.Option(help="Timed rounds, after one to warm up.")] = 3,
     max_new_tokens: int = 128,
     draft: Annotated[
-        Path | None, typer.Option(help="Draft folder; default: the profile's best, else the packaged one.")
+        str | None,
+        typer.Option(help="Draft: folder or hub name; default: the profile's best, else the packaged one."),
     ] = None,
     waves: Annotated[int, typer.Option(help="Requests of a round, in batches.")] = 1,
     vllm_python: Annotated[str | None, typer.Option(help="Python of an environment with vLLM.")] = None,

@@ -1,7 +1,11 @@
-"""The engine behind transformers' own call: `model.generate(..., custom_generate=CustomGenerate(folder))`."""
+"""The engine behind transformers' own call: `model.generate(..., custom_generate=CustomGenerate(folder))`.
+
+For a shared draft also `model.generate(..., custom_generate="OWNER/NAME", trust_remote_code=True)`.
+"""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +38,21 @@ CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 class CustomGenerate:
     """A decoding method for `generate`: batched inputs, left or right padded, greedy or sampled.
 
-    draft: folder of a draft model made for the model that generates, or None for plain decoding; k: draft
-    tokens per step; seed: of sampled rows, row i draws with seed + i. Honours max_length / max_new_tokens,
-    do_sample, temperature, top_k, top_p, eos_token_id, pad_token_id, stop_strings and num_return_sequences of
-    the GenerationConfig; raises UserError naming what it cannot honour.
+    draft: folder or hub name of a draft model made for the model that generates, or None for plain decoding;
+    k: draft tokens per step, by default 4 or all that the draft has; seed: of sampled rows, row i draws with
+    seed + i; revision: of a draft on the hub. Honours max_length / max_new_tokens, do_sample, temperature,
+    top_k, top_p, eos_token_id, pad_token_id, stop_strings and num_return_sequences of the GenerationConfig;
+    raises UserError naming what it cannot honour.
     """
 
-    def __init__(self, draft: str | Path | None = None, k: int = 4, seed: int = 0):
-        self.folder, self.k, self.seed = draft, k if draft is not None else 0, seed
+    def __init__(
+        self,
+        draft: str | Path | None = None,
+        k: int | None = None,
+        seed: int = 0,
+        revision: str | None = None,
+    ):
+        self.source, self.k, self.seed, self.revision = draft, k, seed, revision
         self._engine: tuple[int, Engine] | None = None
 
     def __call__(
@@ -98,14 +109,41 @@ class CustomGenerate:
         """The engine for this model and batch size, kept for the next call."""
         if self._engine is None or self._engine[0] != id(model) or self._engine[1].batch_size < rows:
             base = Base(model, tokenizer, model.name_or_path, model.dtype, model.device, ends)  # type: ignore[arg-type]
-            draft = None if self.folder is None else load_draft(self.folder, base)
-            length = base.max_positions
-            self._engine = (id(model), Engine(base, draft, k=self.k, batch_size=rows, max_length=length))
+            draft = None if self.source is None else load_draft(self.source, base, self.revision)
+            usual = 0 if draft is None else min(4, draft.draft_length)
+            k, length = usual if draft is None or self.k is None else self.k, base.max_positions
+            self._engine = (id(model), Engine(base, draft, k=k, batch_size=rows, max_length=length))
         engine = self._engine[1]
         engine.base.stop_token_ids = ends
         if tokenizer is not None:
             engine.base.tokenizer = tokenizer
         return engine
+
+
+def generate(
+    model: Any,
+    draft: str | Path | None = None,
+    k: int | None = None,
+    seed: int = 0,
+    revision: str | None = None,
+    **arguments: Any,
+) -> Tensor:
+    """What `custom_generate/generate.py` of a shared draft runs (`specformer.sharing`).
+
+    draft: by default the repository or folder that `custom_generate` named; k, seed, revision: as for
+    `CustomGenerate`; arguments: all the others of transformers' `generate`. Returns what that returns.
+    """
+    if draft is None:
+        # transformers runs a copy of generate.py in a cache and does not pass on where it is from
+        call = inspect.currentframe()
+        draft = call.f_back.f_locals.get("custom_generate") if call and call.f_back else None
+    if not isinstance(draft, str | Path):
+        raise UserError("generate does not know which draft to use: give draft=, a folder or a hub name")
+    made_for = (str(draft), k, seed, revision)
+    kept = model.__dict__.get("_specformer")  # with the model, so that neither outlives the other
+    if kept is None or kept[0] != made_for:
+        kept = model.__dict__["_specformer"] = (made_for, CustomGenerate(draft, k, seed, revision))
+    return model.generate(**arguments, custom_generate=kept[1])
 
 
 def _refuse(

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -199,6 +199,33 @@ def _fill(text: str, context: dict[str, Any]) -> Any:
     if whole := pattern.fullmatch(text):
         return value(whole)
     return pattern.sub(lambda match: str(value(match)), text)
+
+
+def origin_of_dialogues(run: Run, summary: Mapping[str, Any]) -> str:
+    """Where the dialogues that a draft of the profile was trained on come from, who answered them, and their
+    licence, in words.
+
+    summary: what its training wrote. Who answered is told by the digest there, so it is left open where the
+    profile's dialogues have changed since. Raises UserError for a source that is a file here.
+    """
+    from specformer import hub
+    from specformer.base import package_name
+    from specformer.shards import read_rows, read_table
+    from specformer.sources import PACKAGES
+    from specformer.training import data_digest
+
+    source = run.settings.corpus.source
+    package = PACKAGES.get(package_name(source) or "")
+    if not (package or hub.is_remote(source)):
+        raise UserError(f"the dialogues come from the file {source}: say with --data what others call them")
+    answers = "answered by whom is not recorded"
+    known = {run.paths.distilled: "answers by the base LLM", run.paths.reference: "the data set's answers"}
+    for folder, by in known.items():
+        if (folder / "train").exists():
+            rows = read_rows(folder / "train", read_table(run.paths.corpus / "train.parquet"))
+            answers = by if data_digest(rows) == summary["settings"]["data"] else answers
+    licence = package.licence if package else "that of the data set"
+    return f"prompts of {source}{f' ({package.holds})' if package else ''}, {answers}; licence: {licence}"
 
 
 def run_stage(name: str, profile: str, root: Path | None = None) -> None:

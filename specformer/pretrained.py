@@ -19,10 +19,11 @@ from specformer.drafts.interface import CONFIG, WEIGHTS, Draft
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
 from specformer.metrics import tokens_per_step
+from specformer.sharing import CARD, Metric, card, read_summary, training_metrics
 from specformer.tables import write_text
 
 HOME = Path(str(files("specformer") / "packaged"))
-RECORD, CARD = "record.json", "README.md"
+RECORD = "record.json"
 MOST_BYTES = 16 * 10**6
 """Largest weights file that may be packaged."""
 PROMPTS = (
@@ -90,10 +91,7 @@ def package(
     for it; command, data: what made it, in words; machine: a `hardware.describe` record. Returns the folder.
     Raises UserError for an unfinished run and for weights above MOST_BYTES.
     """
-    try:
-        summary = json.loads((source / "summary.json").read_text())
-    except FileNotFoundError:
-        raise UserError(f"{source} holds no finished training run: run `dvc repro` first") from None
+    summary = read_summary(source)
     size = (source / WEIGHTS).stat().st_size
     if size > MOST_BYTES:
         raise UserError(f"{source / WEIGHTS} has {size / 1e6:.1f} MB, at most {MOST_BYTES / 1e6:.0f} fit")
@@ -103,52 +101,18 @@ def package(
         shutil.copyfile(source / name, folder / name)
     record = measure(base, draft, k=draft.draft_length)
     write_text(json.dumps(record, indent=2) + "\n", folder / RECORD)
-    write_text(card(base.name, summary, record, command, data, machine), folder / CARD)
+    shown = f"{machine['cpu']}, {machine['cores']} cores, {machine['dtype']}, torch {machine['torch']}"
+    measured = f"on the {record['prompts']} prompts of `specformer/pretrained.py`, greedy, float32, "
+    measured += f"k = {record['k']}, {record['max_new_tokens']} new tokens"
+    text = card(
+        draft.config,
+        summary,
+        data=data,
+        made_by={"command": f"`{command}`", "machine": shown},
+        metrics=[
+            *training_metrics(source, summary),
+            Metric("tokens per step", record["tokens_per_step"], measured, RECORD),
+        ],
+    )
+    write_text(text, folder / CARD)
     return folder
-
-
-def card(
-    base_name: str,
-    summary: Mapping[str, Any],
-    record: Mapping[str, Any],
-    command: str,
-    data: str,
-    machine: Mapping[str, Any],
-) -> str:
-    """The model card: what the draft is for, what made it, and what it was seen to do."""
-    settings = summary["settings"]
-    minutes = (summary["seconds"] + summary["hidden_seconds"]) / 60
-    kept = {
-        "anchor token": settings["draft"]["anchor_token"],
-        "draft vocabulary": settings["draft"]["vocabulary"] or "whole",
-        "soft labels": settings["soft_labels"],
-        "position weights": settings["position_weights"],
-        "learning rate": settings["lr"],
-        "sequences a step": settings["sequences_per_step"],
-    }
-    return f"""---
-license: apache-2.0
-base_model: {base_name}
-library_name: specformer
----
-
-# A SpecFormer draft for {base_name}
-
-Drafts {settings["draft"]["draft_length"]} tokens in one pass for speculative decoding; the base LLM verifies
-them, so the text is the base LLM's own. A starting point, trained for minutes: train longer, on your own
-prompts, for real use.
-
-| made by | |
-|---|---|
-| command | `{command}` |
-| data | {data} |
-| dialogues, tokens | {summary["dialogues"]:,}, {summary["tokens"]:,} |
-| seed | {settings["seed"]} |
-| steps, minutes | {summary["steps"]:,}, {minutes:.0f} |
-| machine | {machine["cpu"]}, {machine["cores"]} cores, {machine["dtype"]}, torch {machine["torch"]} |
-| settings | {", ".join(f"{name}: {value}" for name, value in kept.items())} |
-
-Tokens per step: {summary["tokens_per_step"]:.3f} on unseen dialogues (validation),
-{record["tokens_per_step"]:.3f} on the {record["prompts"]} prompts of `specformer/pretrained.py`
-(`record.json`: greedy, float32, k = {record["k"]}, {record["max_new_tokens"]} new tokens).
-"""

@@ -336,7 +336,7 @@ def train(
         settings.pop(place, None)
     settings |= {"rows": len(rows), "base": draft.config.base_fingerprint}
     settings["betas"] = list(betas)
-    settings["data"] = _digest(rows)
+    settings["data"] = data_digest(rows)
     settings["draft"] = json.loads(json.dumps(vars(draft.config)))
     finished = _finished(out_dir, settings)
     if finished is not None:
@@ -604,7 +604,7 @@ def _validate(
         return validate(draft, target, validation, max_length, states)
 
 
-def _digest(rows: Sequence[Row]) -> str:
+def data_digest(rows: Sequence[Row]) -> str:
     """A short hash of ids and answers: training on other data is another run."""
     digest = hashlib.sha256()
     for row in rows:

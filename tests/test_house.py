@@ -143,9 +143,11 @@ def modules_used(file: Path) -> set[str]:
 SILENT = {
     "specformer/errors.py",
     "specformer/hardware.py",
+    "specformer/hub.py",
     "specformer/pipeline.py",
     "specformer/progress.py",
     "specformer/settings.py",
+    "specformer/sharing.py",
     "specformer/sources.py",
 }
 

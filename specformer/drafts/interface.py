@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specformer import hub
 from specformer.base import Base, base_fingerprint
 from specformer.cache import KVStore, Window
 from specformer.errors import UserError
@@ -293,42 +294,62 @@ class Draft(nn.Module):
             (folder / (name + ".tmp")).replace(folder / name)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, base: Base) -> Draft:
+    def from_pretrained(cls, source: str | Path, base: Base, revision: str | None = None) -> Draft:
         """Load a draft in the base's dtype on its device, in eval mode.
 
-        Raises UserError when files are missing or corrupt, the kind is unknown, or the base is another one.
+        source: a folder, or a hub name OWNER/NAME; revision: a branch, tag or commit of the latter.
+        Raises UserError when files are missing or corrupt or can't be fetched, when this version does not
+        know the draft's kind or settings, and when the base is another one.
         """
-        folder = Path(folder)
-        try:
-            raw = json.loads((folder / CONFIG).read_text())
-            known = {f.name for f in fields(DraftConfig)}
-            unknown = sorted(set(raw) - known)
-            if unknown:
-                raise ValueError(f"unknown settings {unknown}")
-            config = DraftConfig(**{**raw, "hooks": tuple(raw["hooks"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"{folder} holds no readable draft model ({CONFIG}: {error}): train one or give its folder"
-            ) from error
-        if config.kind not in cls.kinds:
-            raise UserError(f"{folder}: unknown draft kind {config.kind!r}; known: {sorted(cls.kinds)}")
-        check_fits(config, base, folder)
+        folder = hub.locate(source, (CONFIG, WEIGHTS), revision)
+        config = read_config(folder / CONFIG, source)
+        check_fits(config, base, source)
         draft = cls.kinds[config.kind](config)
         try:
             draft.load_state_dict(load_file(folder / WEIGHTS))
         except Exception as error:  # safetensors raises its own types for truncated files
             raise UserError(
-                f"{folder / WEIGHTS} is missing, corrupt or half-written ({error}): train the draft again"
+                f"{source}: {WEIGHTS} is missing, corrupt or half-written ({error}): train the draft again"
             ) from error
         return draft.to(base.device, base.dtype).eval()
 
 
-def check_fits(config: DraftConfig, base: Base, folder: Path) -> None:
+def read_config(file: Path, source: str | Path) -> DraftConfig:
+    """The config of the draft in `source`; settings younger than the draft get the defaults, which mean what
+    its version did.
+
+    Raises UserError for a file that is missing or damaged, and for a kind or settings that this version does
+    not know or that the draft's did not write.
+    """
+    try:
+        raw: dict[str, Any] = dict(json.loads(file.read_text()))
+        if "hooks" in raw:
+            raw["hooks"] = tuple(raw["hooks"])
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{source} holds no readable draft model ({CONFIG}: {error}): train one or give its folder"
+        ) from error
+    known = {f.name: f.default is MISSING for f in fields(DraftConfig)}
+    writer, own = raw.get("specformer_version") or "an unnamed version", version("specformer")
+    wrote = f"{source} was written by specformer {writer}, this is {own}"
+    if unknown := sorted(set(raw) - set(known)):
+        raise UserError(f"{wrote}: unknown settings {unknown}; load it with that version or a later one")
+    if missing := [name for name, required in known.items() if required and name not in raw]:
+        raise UserError(f"{wrote}: it lacks the settings {missing}; train it again")
+    if raw["kind"] not in Draft.kinds:
+        raise UserError(
+            f"unknown draft kind {raw['kind']!r}; known: {sorted(Draft.kinds)}. {wrote}: load it with the "
+            "version and the modules that made it"
+        )
+    return DraftConfig(**raw)
+
+
+def check_fits(config: DraftConfig, base: Base, source: str | Path) -> None:
     """Raise UserError unless the draft was made for exactly this base LLM."""
     found = base_fingerprint(base.model)
     if config.base_fingerprint != found:
         raise UserError(
-            f"the draft in {folder} was made for {config.base_name} (fingerprint {config.base_fingerprint}), "
+            f"the draft in {source} was made for {config.base_name} (fingerprint {config.base_fingerprint}), "
             f"not for {base.name} ({found}): load that base, or train a draft for this one"
         )
 
@@ -374,6 +395,6 @@ def register(kind: str) -> Callable[[type[D]], type[D]]:
     return add
 
 
-def load_draft(folder: str | Path, base: Base) -> Draft:
-    """Load any registered draft model; see `Draft.from_pretrained`."""
-    return Draft.from_pretrained(folder, base)
+def load_draft(source: str | Path, base: Base, revision: str | None = None) -> Draft:
+    """Load any registered draft model from a folder or the hub; see `Draft.from_pretrained`."""
+    return Draft.from_pretrained(source, base, revision)
