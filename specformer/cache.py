@@ -76,14 +76,14 @@ class Window:
         """The same rows, but only the query at `index` (B,) of each: a masked window of one token."""
         return self.behind(index, 0, self.upto, dtype)
 
-    def behind(self, index: Tensor, places: int, limit: int, dtype: torch.dtype) -> Window:
-        """The same rows, one token of each: some places behind the one at `index` (B,), where a draft's own
-        tokens lie. limit: positions there are; beyond them, where only rows that have ended come, all share
-        the last one."""
-        start = self.positions.gather(1, index[:, None])[:, 0] + places
-        start = start.clamp(max=limit - 1)
-        window = Window.at(self.rows, start, 1, min(self.upto + places, limit), dtype, fresh=False)
-        window.runs = [(a, b, min(longest + places, limit)) for a, b, longest in self.runs]
+    def behind(self, index: Tensor, places: int, limit: int, dtype: torch.dtype, n: int = 1) -> Window:
+        """The same rows, n tokens of each: from some places behind the one at `index` (B,), where a draft's
+        own tokens lie. limit: positions there are; beyond them, where only rows that have ended come, all
+        share the last one."""
+        start, further = self.positions.gather(1, index[:, None])[:, 0] + places, places + n - 1
+        window = Window.at(self.rows, start, n, min(self.upto + further, limit), dtype, fresh=False)
+        window.positions.clamp_(max=limit - 1)
+        window.runs = [(a, b, min(longest + further, limit)) for a, b, longest in self.runs]
         return window
 
     @property

@@ -207,9 +207,7 @@ def package_draft(
 
 @app.command()
 def share(
-    folder: Annotated[
-        Path, typer.Argument(help="A trained draft: data/<profile>/drafts/<seed>/<name>, say.")
-    ],
+    folder: Annotated[Path, typer.Argument(help="A trained draft, such as data/<profile>/drafts/0/<name>.")],
     repo: Annotated[str, typer.Argument(help="Its name on the hub, OWNER/NAME.")],
     data: Annotated[
         str | None,

@@ -312,8 +312,8 @@ class Engine:
     def _ensure(self, tokens: int) -> None:
         self.store.ensure(tokens)
         if self.draft_store is not None:
-            # a chain writes its own tokens behind the verified ones
-            self.draft_store.ensure(min(tokens + self.k, self.draft_store.limit))
+            # a draft writes its own tokens behind the verified ones
+            self.draft_store.ensure(min(tokens + self.k + 1, self.draft_store.limit))
 
     # ---------------------------------------------------------------- prefill
 

@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from specformer.errors import UserError
 
-Baseline = Literal["ngram", "medusa", "mtp", "eagle", "hass", "eagle3"]
+Baseline = Literal["ngram", "medusa", "mtp", "eagle", "hass", "eagle3", "p_eagle", "dflash"]
 Variant = Literal[
     "specformer",
     "specformer_no_self_distill",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,18 +26,20 @@ from torch import nn
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from specformer.base import load_base
-from specformer.drafts import Draft, Eagle3, eagle, load_draft, new_draft
+from specformer.drafts import DFlash, Draft, Eagle3, eagle, load_draft, new_draft
 from specformer.drafts.ngram import NGRAM, look_up
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
 from specformer.hidden import HiddenStates
 from specformer.layers import causal_attention
 from specformer.losses import head_loss
-from specformer.target import Target
+from specformer.target import Target, fresh_window
 from specformer.training import Sequence_, backward, following_tokens, make_batch, train, validate
 
 CHAINS = ["mtp", "eagle", "hass", "eagle3"]
-TRAINED = ["medusa", *CHAINS]
+MASKED = ["p_eagle", "dflash"]
+TRAINED = ["medusa", *CHAINS, *MASKED]
+OWN_HEAD = ["eagle3", "p_eagle"]
 LENGTH, WORDS = 4, 90
 
 
@@ -55,14 +58,14 @@ def rows(nano):
     return answered(nano, 24, 14)
 
 
-def fresh(base, kind, rows=({"answer_ids": range(40, 120)},), length=LENGTH, hooks=None) -> Any:
-    options = {"draft_length": length, "vocabulary": WORDS if kind == "eagle3" else 0}
-    return new_draft(base, kind, rows, hooks=hooks, init="base", seed=3, **options)
+def fresh(base, kind, rows=({"answer_ids": range(40, 120)},), length=LENGTH, **more) -> Any:
+    options = {"draft_length": length, "vocabulary": WORDS if kind in OWN_HEAD else 0}
+    return new_draft(base, kind, rows, init="base", seed=3, **options, **more)
 
 
-def perturbed(base, kind, noise=0.05) -> Any:
+def perturbed(base, kind, noise=0.05, **more) -> Any:
     """A draft off its start, so that it differs between positions and accepts little."""
-    draft = fresh(base, kind)
+    draft = fresh(base, kind, **more)
     torch.manual_seed(4)
     for p in draft.parameters():
         p.data += noise * torch.randn_like(p)
@@ -88,7 +91,7 @@ def test_shapes(base, kind):
     draft = perturbed(base, kind)
     hidden, (*_, target) = anchored(base, draft)
     assert hidden.shape == (5, LENGTH, 64) and hidden.isfinite().all()
-    assert draft.head(target)(hidden).shape == (5, LENGTH, WORDS if kind == "eagle3" else 320)
+    assert draft.head(target)(hidden).shape == (5, LENGTH, WORDS if kind in OWN_HEAD else 320)
     assert not torch.allclose(hidden[:, 0], hidden[:, 3], atol=1e-3), "positions must differ"
     trained = {"eagle": 1, "hass": 3}.get(kind, LENGTH)
     assert draft.trained_length == trained
@@ -130,6 +133,8 @@ def test_every_draft_parameter_learns_and_no_base_parameter_does(base, kind):
         ("eagle", 0.1, True, 320),
         ("hass", 1.1, True, 10),
         ("eagle3", 1.0, False, 320),
+        ("p_eagle", 1.0, False, 320),
+        ("dflash", 1.0, False, 0),
     ],
 )
 def test_the_loss_and_its_gradient_by_hand(tiny_llama, kind, share, features, top, monkeypatch):
@@ -139,7 +144,7 @@ def test_the_loss_and_its_gradient_by_hand(tiny_llama, kind, share, features, to
     draft, twin = perturbed(tiny_llama, kind).train(), perturbed(tiny_llama, kind).train()
     scored, batch, weights, given = learn(tiny_llama, draft, top)
     said, hidden = tiny_llama.model(batch.ids, output_hidden_states=True), twin.training_hidden(*given)
-    head = twin.lm_head if kind == "eagle3" else tiny_llama.model.lm_head
+    head = twin.lm_head if kind in OWN_HEAD else tiny_llama.model.lm_head
     words = torch.arange(320) if twin.vocabulary is None else twin.vocabulary
     loss = torch.zeros(())
     for n, j in (batch.labels >= 0).nonzero().tolist():
@@ -166,7 +171,7 @@ def test_the_start_predicts_what_the_base_predicts(base, kind):
     assert (draft.head(target)(hidden).argmax(-1) == expected[:, None]).all()
 
 
-@pytest.mark.parametrize("kind", ["hass", "eagle3"])
+@pytest.mark.parametrize("kind", ["hass", "eagle3", "p_eagle"])
 def test_processes_each_scale_the_whole_gradient(tiny_llama, kind, monkeypatch):
     """What DDP averages over two processes was doubled in each: features' loss and own head as well."""
     monkeypatch.setattr(eagle, "NOISE", 0.0)
@@ -186,9 +191,15 @@ def test_medusas_heads_by_hand(base):
     torch.testing.assert_close(hidden, torch.stack(expected, 1), rtol=1e-4, atol=1e-4)
 
 
-def transformers_layer(base, draft, read, x):
-    """The draft's layer by transformers' own: the attention reads `read`, the residual stream is x."""
-    layer, own, a = copy.deepcopy(base.model.model.layers[-1]), draft.layer, draft.layer.attention
+def rms_norm(base, x, scales):
+    mean_square = x.pow(2).mean(-1, keepdim=True)
+    return x * torch.rsqrt(mean_square + base.model.config.rms_norm_eps) * scales.weight
+
+
+def transformers_layer(base, own, read, x, sees_all=0):
+    """A draft's layer by transformers' own: the attention reads `read`, the residual stream is x; causal, but
+    for so many places at the end, which see all."""
+    layer, a = copy.deepcopy(base.model.model.layers[-1]), own.attention
     widths = [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.head_dim]
     for name, rows in zip("qkv", torch.arange(sum(widths)).split(widths), strict=True):
         linear = getattr(layer.self_attn, f"{name}_proj")
@@ -203,35 +214,65 @@ def transformers_layer(base, draft, read, x):
         getattr(layer.mlp, f"{name}_proj").weight = getattr(own.mlp, name).weight
     n = x.shape[1]
     mask = torch.full((1, 1, n, n), float("-inf")).triu(1)
+    mask[:, :, n - sees_all :] = 0.0
     rope = base.model.model.rotary_emb(x, torch.arange(n)[None])
     x = x + layer.self_attn(read, position_embeddings=rope, attention_mask=mask)[0]
     return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
-@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.parametrize("kind", [*CHAINS, "p_eagle"])
 def test_the_first_place_of_a_chain_by_hand(base, kind):
     """The network as its source has it, on transformers' hidden states."""
-
-    def norm(x, scales):
-        mean_square = x.pow(2).mean(-1, keepdim=True)
-        return x * torch.rsqrt(mean_square + base.model.config.rms_norm_eps) * scales.weight
-
-    draft = perturbed(base, kind)
+    draft, norm = perturbed(base, kind), partial(rms_norm, base)
     hidden, (taps, ids, rows, columns, _) = anchored(base, draft)
     states = base.model(ids, output_hidden_states=True).hidden_states
     next_word = base.model.model.embed_tokens(following_tokens(ids))
     if kind == "mtp":
         x = torch.cat((norm(next_word, draft.token_norm), norm(taps[:, :, 0], draft.feature_norm)), -1)
         x = x @ draft.join.weight.T
-        y = norm(transformers_layer(base, draft, norm(x, draft.layer.norm), x), draft.out_norm)
-    elif kind == "eagle3":
+        y = norm(transformers_layer(base, draft.layer, norm(x, draft.layer.norm), x), draft.out_norm)
+    elif kind in OWN_HEAD:
         g = torch.cat([states[i] for i in draft.hooks], -1) @ draft.fc.weight.T
         read = torch.cat((norm(next_word, draft.token_norm), norm(g, draft.feature_norm)), -1)
-        y = norm(transformers_layer(base, draft, read, g), draft.out_norm)
+        y = norm(transformers_layer(base, draft.layer, read, g), draft.out_norm)
     else:
         x = torch.cat((next_word, states[-1]), -1) @ draft.fc.weight.T + draft.fc.bias
-        y = transformers_layer(base, draft, x, x)
+        y = transformers_layer(base, draft.layer, x, x)
     torch.testing.assert_close(hidden[:, 0], y[rows, columns], rtol=1e-4, atol=1e-4)
+
+
+def test_p_eagles_depths_by_hand(base):
+    """One causal pass over the text up to the anchor and masks behind it, on transformers' hidden states."""
+    draft, norm = perturbed(base, "p_eagle"), partial(rms_norm, base)
+    hidden, (_, ids, rows, columns, _) = anchored(base, draft)
+    states = base.model(ids, output_hidden_states=True).hidden_states
+    states = torch.cat([states[i] for i in draft.hooks], -1)
+    words = base.model.model.embed_tokens(following_tokens(ids))
+    for found, b, t in zip(hidden, rows, columns, strict=True):
+        masked = draft.mask_hidden.expand(LENGTH - 1, -1), draft.mask_token.expand(LENGTH - 1, -1)
+        g = torch.cat((states[b, : t + 1], masked[0]))[None] @ draft.fc.weight.T
+        word = torch.cat((words[b, : t + 1], masked[1]))[None]
+        read = torch.cat((norm(word, draft.token_norm), norm(g, draft.feature_norm)), -1)
+        y = norm(transformers_layer(base, draft.layer, read, g), draft.out_norm)
+        torch.testing.assert_close(found, y[0, t:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_dflashs_block_by_hand(base, layers):
+    """The newest token and masks, seeing all of the fused features up to the anchor and of themselves."""
+    draft, norm = perturbed(base, "dflash", layers=layers, hooks=(1, 2)), partial(rms_norm, base)
+    hidden, (_, ids, rows, columns, _) = anchored(base, draft)
+    states = base.model(ids, output_hidden_states=True).hidden_states
+    features = norm(torch.cat((states[1], states[2]), -1) @ draft.fc.weight.T, draft.feature_norm)
+    words = base.model.model.embed_tokens(following_tokens(ids))
+    for found, b, t in zip(hidden, rows, columns, strict=True):
+        x = torch.cat((words[b, t, None], draft.mask_token.expand(LENGTH, -1)))[None]
+        text = features[b, None, : t + 1]
+        for layer in draft.layers:
+            read = torch.cat((text, norm(x, layer.norm)), 1)
+            stream = torch.cat((torch.zeros_like(text), x), 1)
+            x = transformers_layer(base, layer, read, stream, sees_all=LENGTH + 1)[:, t + 1 :]
+        torch.testing.assert_close(found, norm(x, draft.out_norm)[0, 1:], rtol=1e-4, atol=1e-4)
 
 
 def from_scratch(draft, taps, ids, t, target):
@@ -286,6 +327,8 @@ def test_parameters_by_hand(tiny_qwen3):
         "eagle": (layer(H) + 2 * H * H + H, 0, LENGTH),
         "hass": (layer(H) + 2 * H * H + H, 0, LENGTH),
         "eagle3": (layer(2 * H) + 2 * H * H + 3 * H + WORDS * H, 0, LENGTH),
+        "p_eagle": (layer(2 * H) + 2 * H * H + 3 * H + WORDS * H + 3 * H, 0, 1),
+        "dflash": (layer(H) + H + H * H + 3 * H, 0, 1),
     }
     for kind, (shared, own, passes) in expected.items():
         draft = fresh(tiny_qwen3, kind)
@@ -293,7 +336,7 @@ def test_parameters_by_hand(tiny_qwen3):
         assert (counts.shared, counts.per_position, draft.passes(LENGTH)) == (shared, own, passes), kind
         assert counts.total == sum(p.numel() for p in draft.parameters())
         assert counts.p == 1 + (passes * shared + LENGTH * own) / M
-        trees = kind in ("medusa", "eagle", "hass", "eagle3")  # are what its source drafts
+        trees = kind in ("medusa", "eagle", "hass", "eagle3", *MASKED)  # are what its source can draft
         assert draft.label.endswith("(chain)") == trees, kind
 
 
@@ -301,6 +344,19 @@ def test_eagle3_reads_the_layers_of_its_source():
     """Llama-3.1-8B has 32 layers; what a layer reads is the hidden state of the layers before it."""
     assert Eagle3.default_hooks(32) == (2, 16, 29)
     assert Eagle3.default_hooks(2) == (0, 1, 2)
+
+
+def test_dflash_reads_the_layers_of_its_source():
+    """What layers 1, 9, 17, 25 and 33 of Qwen3-8B's 36 yield; one hidden state where a base is shallow."""
+    assert DFlash.default_hooks(36) == (2, 10, 18, 26, 34)
+    assert DFlash.default_hooks(30) == (2, 9, 15, 21, 28)
+    assert DFlash.default_hooks(4) == (2,) and DFlash.default_hooks(1) == (1,)
+
+
+def test_more_layers_of_dflash_share_no_weight(tiny_qwen3):
+    one, three = (fresh(tiny_qwen3, "dflash", layers=n).parameter_counts() for n in (1, 3))
+    layer = sum(p.numel() for p in fresh(tiny_qwen3, "dflash").layers[0].parameters())
+    assert three.shared == one.shared + 2 * layer and three.passes == 1
 
 
 def test_an_own_head_learns_as_by_autograd(tiny_llama):
@@ -327,6 +383,30 @@ def test_an_own_head_learns_as_by_autograd(tiny_llama):
 @pytest.mark.parametrize("kind", TRAINED)
 def test_cached_drafting_equals_drafting_from_scratch(nano, kind, chunk, monkeypatch):
     assert_it_decodes_as_trained(nano, perturbed(nano, kind), chunk, monkeypatch)
+
+
+def test_every_layer_of_dflash_has_a_cache(nano, monkeypatch):
+    assert_it_decodes_as_trained(nano, perturbed(nano, "dflash", layers=2), 13, monkeypatch)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("kind", MASKED)
+def test_fewer_masks_are_drafted_as_by_a_shorter_draft(tiny_qwen3, kind, k):
+    """Rows of 12 tokens, of which the last does not count; no parameter knows the draft length."""
+    draft, shorter = perturbed(tiny_qwen3, kind), perturbed(tiny_qwen3, kind, length=k)
+    hidden, (taps, ids, *_, target) = anchored(tiny_qwen3, draft)
+    store, window, last = draft.new_store(target, 2, 40, "sdpa"), fresh_window(ids), torch.tensor([10, 4])
+    store.ensure(40)
+    found = []
+
+    def choose(logits, j):
+        found.append(logits)
+        return logits.argmax(-1)
+
+    following = following_tokens(ids)
+    assert draft.propose(taps, last, following, window, store, target, k, choose).shape == (2, k)
+    expected = shorter.training_hidden(taps, following, torch.tensor([0, 1]), last, target)
+    torch.testing.assert_close(found[0], shorter.head(target)(expected), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [2048, 13])
@@ -361,11 +441,11 @@ def test_the_first_of_the_longest_matches_is_taken():
     assert look_up(text, torch.tensor([8, 2]), 6).tolist() == [[2, 9, 5, 6, 7, 7], [4, 4, 4, 4, 4, 4]]
 
 
-def test_there_is_room_for_a_chain_behind_the_verified_tokens(nano):
-    engine = Engine(nano, fresh(nano, "mtp"), k=LENGTH, max_length=400)
+def test_there_is_room_for_a_draft_behind_the_verified_tokens(nano):
+    engine = Engine(nano, fresh(nano, "dflash"), k=LENGTH, max_length=400)
     assert engine.draft_store is not None
-    engine._ensure(256)
-    assert engine.store.capacity == 256 and engine.draft_store.capacity >= 256 + LENGTH
+    engine._ensure(256 - LENGTH)
+    assert engine.store.capacity == 256 and engine.draft_store.capacity > 256
     engine._ensure(400 + LENGTH + 1)
     assert engine.draft_store.capacity == engine.store.capacity == 400 + LENGTH + 1
 
@@ -378,10 +458,11 @@ def test_greedy_text_is_the_bases_own(tiny_llama, kind, batch_size):
     plain, _ = run(tiny_llama, requests, batch_size=batch_size, max_length=52)
     rows = [{"answer_ids": r.ids} for r in plain.values()]
     # behind the last hidden state EAGLE-3 starts by saying what the base says, as the others do
-    draft = fresh(tiny_llama, kind, rows, hooks=(0, 4) if kind == "eagle3" else None).eval()
+    draft = fresh(tiny_llama, kind, rows, hooks=(0, 4) if kind in OWN_HEAD else None).eval()
     found, _ = run(tiny_llama, requests, draft, k=LENGTH, batch_size=batch_size, max_length=52)
     assert {i: r.ids for i, r in found.items()} == {i: r.ids for i, r in plain.items()}
-    assert {s.accepted for r in found.values() for s in r.steps} >= {0, 1, LENGTH}
+    accepted = {s.accepted for r in found.values() for s in r.steps}
+    assert accepted >= {"p_eagle": {0, 1}, "dflash": {0}}.get(kind, {0, 1, LENGTH})  # masks start out dumb
 
 
 def test_ngrams_speed_up_what_repeats_itself(nano):
@@ -402,7 +483,7 @@ def test_sampled_text_with_ngrams_is_the_bases_own(nano):
     assert any(s.accepted for r in found.values() for s in r.steps)
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", *MASKED])
 def test_sampled_chains_do_not_depend_on_the_batch(tiny_llama, kind):
     requests = [Request(str(i), p, 8, temperature=0.8, seed=i) for i, p in enumerate(prompts(tiny_llama, 5))]
     runs = [
@@ -491,9 +572,10 @@ def test_unknown_kinds_are_refused(nano):
     assert {"ngram", "specformer", *TRAINED} <= set(Draft.kinds)
 
 
-def test_eagle3_needs_a_draft_vocabulary(nano):
-    with pytest.raises(UserError, match="draft.vocabulary is 0"):
-        new_draft(nano, "eagle3", [], init="base", seed=0, draft_length=3)
+@pytest.mark.parametrize("kind", OWN_HEAD)
+def test_an_own_head_needs_a_draft_vocabulary(nano, kind):
+    with pytest.raises(UserError, match=r"draft.vocabulary is 0: (P-EAGLE|EAGLE-3) \(chain\) has its own"):
+        new_draft(nano, kind, [], init="base", seed=0, draft_length=3)
 
 
 @pytest.mark.parametrize(
@@ -502,6 +584,7 @@ def test_eagle3_needs_a_draft_vocabulary(nano):
         ("medusa", {"hooks": (0, 4)}, r"hooks: .* 'medusa' reads 1 hidden states, not \(0, 4\)"),
         ("ngram", {"hooks": (4,)}, "'ngram' reads 0 hidden states"),
         ("hass", {"layers": 2}, "layers: 2 means nothing to a draft of kind 'hass'"),
+        ("dflash", {"anchor_token": "context"}, "anchor_token: 'context' means nothing"),
         ("mtp", {"positional": "embedding"}, "positional: 'embedding' means nothing"),
     ],
 )

@@ -124,6 +124,10 @@ def test_a_drafts_own_tokens_lie_behind_the_last_accepted_one():
     beyond = window.behind(torch.tensor([1, 1]), 3, 7, torch.float32)
     assert (beyond.positions.tolist(), beyond.upto) == ([[4], [6]], 7)
     assert beyond.runs == [(0, 1, 5), (1, 2, 7)]
+    block = window.behind(torch.tensor([0, 1]), 1, 7, torch.float32, n=3)
+    assert (block.positions.tolist(), block.upto) == ([[1, 2, 3], [5, 6, 6]], 7)
+    assert block.runs == [(0, 1, 5), (1, 2, 7)]
+    assert (block.mask[0, 0] == 0).sum(-1).tolist() == [2, 3, 4]
 
 
 def test_segments_put_rows_of_similar_length_together():

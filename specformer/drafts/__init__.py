@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specformer.drafts.dflash import DFlash
 from specformer.drafts.eagle import Eagle
 from specformer.drafts.eagle3 import Eagle3
 from specformer.drafts.hass import Hass
@@ -9,9 +10,11 @@ from specformer.drafts.interface import Draft, DraftConfig, ParameterCounts, loa
 from specformer.drafts.medusa import Medusa
 from specformer.drafts.mtp import MTP
 from specformer.drafts.ngram import NGram
+from specformer.drafts.p_eagle import PEagle
 from specformer.drafts.specformer import SpecFormer
 
 __all__ = [
+    "DFlash",
     "Draft",
     "DraftConfig",
     "Eagle",
@@ -20,6 +23,7 @@ __all__ = [
     "MTP",
     "Medusa",
     "NGram",
+    "PEagle",
     "ParameterCounts",
     "SpecFormer",
     "load_draft",

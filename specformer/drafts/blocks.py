@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specformer.cache import KVStore, Window
 from specformer.drafts.interface import DraftConfig
 from specformer.layers import RMSNorm, SwiGLU, cached_attention, ragged_attention, split_heads
 from specformer.target import Target
+
+
+def side_by_side(rows: Tensor, columns: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Anchors rows, columns (N,) int64 of so many rows, as (B, A) columns, where a row with fewer than A
+    repeats position 0; and the place of each anchor in its row (N,)."""
+    slots = F.one_hot(rows, count).cumsum(0).gather(1, rows[:, None])[:, 0] - 1
+    at = columns.new_zeros(count, int(slots.max()) + 1)
+    at[rows, slots] = columns
+    return at, slots
 
 
 class Attention(nn.Module):

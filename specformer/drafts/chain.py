@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specformer.base import Base
 from specformer.cache import KVStore, Window
-from specformer.drafts.blocks import DecoderLayer
+from specformer.drafts.blocks import DecoderLayer, side_by_side
 from specformer.drafts.interface import Choose, Draft, DraftConfig
 from specformer.layers import causal_attention, chain_attention
 from specformer.target import Target, fresh_window
@@ -67,6 +67,11 @@ class ChainDraft(Draft):
     def _enter(self, feature: Tensor, tokens: Tensor, target: Target) -> tuple[Tensor, Tensor]:
         return self.enter(feature, F.embedding(tokens, target.embedding))
 
+    def onward(self, feature: Tensor, tokens: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        """What `enter` yields for a place behind the first, of the feature (..., H) that the place before
+        yielded and the token after it (...) int64."""
+        return self._enter(feature, tokens, target)
+
     @torch.no_grad()
     def propose(
         self,
@@ -88,7 +93,7 @@ class ChainDraft(Draft):
         tokens = []
         for j in range(k):
             if j:
-                read, x = self._enter(x, tokens[-1], target)
+                read, x = self.onward(x, tokens[-1], target)
                 own = window.behind(last, j, store.limit, x.dtype)
                 mixed = attention.over_cache(read, None, own, store, target)
             x = self.layer.finish(x, mixed)
@@ -104,17 +109,14 @@ class ChainDraft(Draft):
         q, k, v = attention.project(read, *target.rotary.at(positions))
         mixed = causal_attention(q, k, v, causal=True)
 
-        # the anchors of each row side by side, (B, A); a row with fewer than A repeats position 0
-        slots = F.one_hot(rows, len(taps)).cumsum(0).gather(1, rows[:, None])[:, 0] - 1
-        at = columns.new_zeros(len(taps), int(slots.max()) + 1)
-        at[rows, slots] = columns
+        at, slots = side_by_side(rows, columns, len(taps))
         b = torch.arange(len(taps), device=rows.device)[:, None]
         x = self.layer.finish(x[b, at], attention.out(mixed[b, at]))
         places, chain = [x], []
         for j in range(1, self.trained_length if self.training else self.draft_length):
             # beyond the text's end lie no labels: any token and position serve
             tokens = following[b, (at + j).clamp(max=following.shape[1] - 1)]
-            read, x = self._enter(x.detach() if self.detached else x, tokens, target)
+            read, x = self.onward(x.detach() if self.detached else x, tokens, target)
             positions = (at + j).clamp(max=target.max_length - 1)
             q, own_k, own_v = attention.project(read, *target.rotary.at(positions))
             chain.append((own_k, own_v))

@@ -33,7 +33,7 @@ class Eagle3(ChainDraft):
 
     def __init__(self, config: DraftConfig):
         if not config.vocabulary:
-            raise UserError("draft.vocabulary is 0: EAGLE-3 has an LM head of its own, give its tokens")
+            raise UserError(f"draft.vocabulary is 0: {self.label} has its own LM head, give its tokens")
         H = config.hidden_size
         super().__init__(config, inputs=2 * H, norm=False)
         self.fc = nn.Linear(len(config.hooks) * H, H, bias=False)

@@ -119,11 +119,12 @@ class DraftConfig:
 class Draft(nn.Module):
     """A draft model.
 
-    label: its name for people, "(chain)" where its source drafts trees; recipe: arguments of `training.train`
-    that its source publishes; tapped: how many hidden states it reads, None for any; switches: which of
-    SWITCHES it knows; cache_layers: layers of keys and values (of the base's head geometry) kept per
-    committed token; final_norm: whether the base's final norm stands between its output and the LM head;
-    head_share: weight of the LM head's cross-entropy in the loss, that of `feature_loss` being 1.
+    label: its name for people, "(chain)" where its source can draft trees; recipe: arguments of
+    `training.train` that its source publishes; tapped: how many hidden states it reads, None for any;
+    switches: which of SWITCHES it knows; cache_layers: layers of keys and values (of the base's head
+    geometry) kept per committed token; final_norm: whether the base's final norm stands between its output
+    and the LM head; head_share: weight of the LM head's cross-entropy in the loss, that of `feature_loss`
+    being 1.
     Raises UserError for a config with switches or hooks that this kind would ignore.
     """
 
@@ -235,11 +236,11 @@ class Draft(nn.Module):
         """Draft k tokens per row after the base's own next token.
 
         taps (B, n, hooks, H): hidden states of the n tokens just verified; what is kept of them goes to the
-        window's positions of `store` (see `new_store`), which has room for k more tokens; what lies behind
-        `last` the next window overwrites. last (B,) int64: each row's last accepted one among them, the only
-        position that is drafted from. following (B, n) int64: the token after each of the n; at `last` it is
-        the one that the base has just produced. choose(logits (B, m, V'), j), the logits of `head`, gives
-        the tokens (B, m) of draft positions j .. j + m - 1. Returns (B, k).
+        window's positions of `store` (see `new_store`), which has room for k + 1 more tokens; what lies
+        behind `last` the next window overwrites. last (B,) int64: each row's last accepted one among them,
+        the only position that is drafted from. following (B, n) int64: the token after each of the n; at
+        `last` it is the one that the base has just produced. choose(logits (B, m, V'), j), the logits of
+        `head`, gives the tokens (B, m) of draft positions j .. j + m - 1. Returns (B, k).
         """
         raise NotImplementedError
 
