@@ -9,6 +9,7 @@ from specformer.drafts.interface import Draft, DraftConfig, ParameterCounts, loa
 from specformer.drafts.medusa import Medusa
 from specformer.drafts.mtp import MTP
 from specformer.drafts.ngram import NGram
+from specformer.drafts.small_llm import SmallLLM
 from specformer.drafts.specformer import SpecFormer
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Medusa",
     "NGram",
     "ParameterCounts",
+    "SmallLLM",
     "SpecFormer",
     "load_draft",
     "new_draft",
