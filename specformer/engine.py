@@ -365,6 +365,10 @@ class Engine:
         b = torch.arange(len(rows), device=device)
         logits = self.target.logits(hidden[b, last].unsqueeze(1))
         token = self._choose(rows, logits)[:, 0]
+        new = [i for i, row in enumerate(rows) if row.prefilled == 0]
+        if self.draft is not None and new:
+            begun = torch.tensor(new, device=device)
+            self.draft.begin(index[begun], ids[begun, 0], self.draft_store)
         self._length[index] = start + last + 1
         self._pending[index] = token
         if self.budget is not None and (self._held == 0 or any(row.missed for row in rows)):

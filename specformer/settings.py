@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from specformer.errors import UserError
 
-Baseline = Literal["ngram", "medusa", "mtp", "eagle", "hass", "eagle3", "p_eagle", "dflash"]
+Baseline = Literal["ngram", "medusa", "mtp", "eagle", "hass", "eagle3", "p_eagle", "dflash", "small_llm"]
 Variant = Literal[
     "specformer",
     "specformer_no_self_distill",
@@ -266,6 +266,8 @@ class Settings(Section):
     baselines: Annotated[tuple[Baseline, ...], Field(strict=False), _distinct]
     """Published drafts, trained with the first seed and measured beside SpecFormer on equal data and steps;
     may be none."""
+    small_llm: Text | None
+    """The LLM that the baseline small_llm drafts with: hub name or local folder, of the base's tokenizer."""
     ablate: AblateSection
     """Table 2."""
     scale: ScaleSection
@@ -337,6 +339,8 @@ def _cross_checks(settings: Settings) -> list[str]:
     corpus, train, scale = settings.corpus, settings.train, settings.scale
     draft_length, capacity = settings.draft.draft_length, settings.engine.max_length
     problems = []
+    if "small_llm" in settings.baselines and settings.small_llm is None:
+        problems.append("small_llm = None: baselines has small_llm, so name its hub model or local folder")
     if corpus.min_prompt_tokens > corpus.max_prompt_tokens:
         problems.append(
             f"corpus.min_prompt_tokens = {corpus.min_prompt_tokens}: "

@@ -62,7 +62,8 @@ def variants(settings: Settings) -> dict[str, Variant]:
         known["specformer_plus"] = Variant(draft={"anchor_token": learns.pop("anchor_token")}, learns=learns)
     for name in settings.baselines:
         recipe = Draft.kinds[name].recipe
-        known[name] = Variant(name, learns={key: recipe[key] for key in PAPER if key in recipe})
+        draft = {"small_llm": settings.small_llm} if name == "small_llm" else {}
+        known[name] = Variant(name, draft, {key: recipe[key] for key in PAPER if key in recipe})
     return known
 
 
@@ -99,7 +100,7 @@ class Course:
         """Train a draft into `folder`, or go on; one that is finished is kept. Returns the loop's summary,
         None for a draft that has nothing to train."""
         variant, draft = self.variant(name), self.start(name, seed)
-        if not draft.parameter_counts().total:
+        if not draft.trainable:
             draft.save_pretrained(folder)
             return None
         sharing = {other: self.variant(other) for other in self.names}

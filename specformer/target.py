@@ -166,7 +166,14 @@ class Target:
             down=linear(*fuse([m.down_proj])),
         )
 
-    def new_store(self, rows: int, limit: int, layers: int | None = None, attention: str = "auto") -> KVStore:
+    def new_store(
+        self,
+        rows: int,
+        limit: int,
+        layers: int | None = None,
+        attention: str = "auto",
+        kind: type[KVStore] = KVStore,
+    ) -> KVStore:
         """A key/value store of the LLM's head geometry for `rows` rows of at most `limit` tokens, read by an
         attention backend (UserError for one that cannot run here, see `layers.choose_attention`, and for a
         base that is spread over devices)."""
@@ -177,7 +184,7 @@ class Target:
             )
         count = self.config.num_hidden_layers if layers is None else layers
         backend = choose_attention(attention, self.device, self.dtype)
-        return KVStore(
+        return kind(
             count, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device, attention=backend
         )
 

@@ -341,7 +341,7 @@ def train(
     finished = _finished(out_dir, settings)
     if finished is not None:
         return finished
-    if not draft.parameter_counts().total:
+    if not draft.trainable:
         raise UserError(f"a draft of kind {draft.config.kind!r} has nothing to train: use it as it is")
     rows = choose_sequences(rows, max_length)
     validation = choose_sequences(validation, max_length)

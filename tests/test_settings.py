@@ -90,6 +90,7 @@ def test_settings_are_frozen():
         ({"corpus.eval_sets": ["mtbench"]}, ["eval_sets[0] = 'mtbench'", "'mt_bench'"]),
         ({"baselines": ["eagle4"]}, ["baselines[0] = 'eagle4'", "'ngram', 'medusa'"]),
         ({"baselines": ["mtp", "mtp"]}, ["baselines = ['mtp', 'mtp']", "each value once"]),
+        ({"baselines": ["small_llm"]}, ["small_llm = None", "local folder"]),
         ({"corpus.eval_sets": []}, ["corpus.eval_sets = []", "at least 1 item"]),
         ({"corpus.min_prompt_tokens": 97}, ["min_prompt_tokens = 97", "= 96"]),
         ({"base.device": "gpu"}, ["base.device = 'gpu'", "cuda:N"]),

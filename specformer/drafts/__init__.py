@@ -11,6 +11,7 @@ from specformer.drafts.medusa import Medusa
 from specformer.drafts.mtp import MTP
 from specformer.drafts.ngram import NGram
 from specformer.drafts.p_eagle import PEagle
+from specformer.drafts.small_llm import SmallLLM
 from specformer.drafts.specformer import SpecFormer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NGram",
     "PEagle",
     "ParameterCounts",
+    "SmallLLM",
     "SpecFormer",
     "load_draft",
     "new_draft",

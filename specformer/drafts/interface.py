@@ -25,7 +25,7 @@ from specformer.errors import UserError
 from specformer.target import Head, Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-SWITCHES = ("draft_attention", "positional", "layers", "anchor_token")
+SWITCHES = ("draft_attention", "positional", "layers", "anchor_token", "small_llm")
 """Fields of DraftConfig that only some kinds know (`Draft.switches`)."""
 Choose = Callable[[Tensor, int], Tensor]
 
@@ -68,7 +68,7 @@ class DraftConfig:
     kind: registered name; base_name, base_fingerprint: the LLM it was made for; hooks: indices of HS;
     the geometry fields repeat the base's; draft_attention, positional and layers are the paper's ablations.
     Beyond the paper: anchor_token, where the embedding of the base's newest token joins ("none": nowhere);
-    vocabulary, how many tokens can be drafted (0: all).
+    vocabulary, how many tokens can be drafted (0: all); small_llm, hub name or folder of an LLM that drafts.
     """
 
     kind: str
@@ -90,6 +90,7 @@ class DraftConfig:
     layers: int = 1
     anchor_token: str = "none"
     vocabulary: int = 0
+    small_llm: str = ""
     specformer_version: str = ""
 
     @classmethod
@@ -184,6 +185,18 @@ class Draft(nn.Module):
         """What the engine keeps of each row for the draft, None for nothing; arguments as for
         `Target.new_store`."""
         return target.new_store(rows, limit, self.cache_layers, attention) if self.cache_layers else None
+
+    def attach(self, base: Base) -> None:
+        """Load what the draft uses besides its own weights and the base's. UserError if it does not fit."""
+
+    def begin(self, rows: Tensor, first: Tensor, store: KVStore | None) -> None:
+        """Texts begin in these rows of the store (B,) int64 with the tokens first (B,) int64, which no
+        `following` of `propose` holds."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether there is anything to train."""
+        return any(p.requires_grad for p in self.parameters())
 
     def start_from(self, base: Base) -> None:
         """Initialise from the base LLM's own weights; random initialisation stays where a draft has none."""
@@ -306,6 +319,7 @@ class Draft(nn.Module):
         config = read_config(folder / CONFIG, source)
         check_fits(config, base, source)
         draft = cls.kinds[config.kind](config)
+        draft.attach(base)
         try:
             draft.load_state_dict(load_file(folder / WEIGHTS))
         except Exception as error:  # safetensors raises its own types for truncated files
@@ -377,6 +391,7 @@ def new_draft(
     hooks = cls.default_hooks(base.num_layers) if hooks is None else hooks
     torch.manual_seed(seed)
     draft = cls(DraftConfig.for_base(base, kind, hooks, **options))
+    draft.attach(base)
     draft.choose_vocabulary(rows, base.model.config.vocab_size)
     if init == "base":
         draft.start_from(base)
