@@ -80,7 +80,10 @@ def test_settings_are_frozen():
         ({"train.epochs": 1.0}, ["train.epochs = 1.0", "valid integer"]),
         ({"train.epochs": True}, ["train.epochs = True", "valid integer"]),
         ({"train.betas": [0.9]}, ["train.betas[1] is missing"]),
-        ({"distill.servers": ["gpu1:8000"]}, ["distill.servers[0] = 'gpu1:8000'", "such as http://gpu1:8000"]),
+        (
+            {"distill.servers": ["gpu1:8000"]},
+            ["distill.servers[0] = 'gpu1:8000'", "such as http://gpu1:8000"],
+        ),
         ({"distill.servers": ["http://me:secret@gpu1"]}, ["distill.servers[0]", "OPENAI_API_KEY"]),
         ({"distill.servers": ["http://a", "http://a"]}, ["distill.servers", "each value once"]),
         ({"distill.concurrency": 0}, ["distill.concurrency = 0", "at least 1"]),
