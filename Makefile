@@ -12,7 +12,7 @@ INSTALLED := .venv/.installed
 
 .PHONY: help
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11, 5) <= sys.version_info < (3, 12))' || { \
@@ -52,6 +52,10 @@ test: $(INSTALLED) ## style, types, tests, the smoke run and the notebooks; git 
 	pytest --nbval notebooks/
 	@{ git status --porcelain || true; } | diff build/status-before - || \
 		{ echo "error: the tests changed these files" >&2; exit 1; }
+
+.PHONY: test-server
+test-server: $(INSTALLED) ## distill through a real vLLM: SPECFORMER_VLLM_PYTHON is the python that has it
+	pytest -m server tests
 
 .PHONY: lab
 lab: $(INSTALLED) ## open the notebooks in JupyterLab

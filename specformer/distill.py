@@ -9,7 +9,8 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from specformer.base import Base, base_fingerprint
 from specformer.chat import encode_answer, encode_prompt
 from specformer.engine import Engine, Request, Result
+from specformer.errors import UserError
 from specformer.progress import Progress
-from specformer.shards import ShardWriter, read_rows
+from specformer.serving import Served, Servers
+from specformer.shards import ShardWriter, is_dropped, iter_shards, read_rows
 
 ROWS = pa.schema(
     [
@@ -32,13 +35,14 @@ ROWS = pa.schema(
     ]
 )
 
-Dialogues = Sequence[Mapping[str, Any]]
+Dialogues = Collection[Mapping[str, Any]]
+"""Gone through more than once, one at a time: a list, or a `datasets.Dataset`, which reads as it goes."""
 
 
 class Decoder(Protocol):
     """What is needed of an engine."""
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Result]: ...
+    def run(self, requests: list[Request]) -> Iterator[Result]: ...
 
 
 def distill(
@@ -54,6 +58,10 @@ def distill(
     compile: bool | str = False,
     shard_rows: int,
     thinking: bool = False,
+    servers: Sequence[str] = (),
+    model: str | None = None,
+    concurrency: int = 64,
+    timeout_s: float = 600.0,
     make_engine: Callable[[], Decoder] | None = None,
 ) -> dict[str, Any]:
     """Answer every dialogue's prompt greedily with the base LLM and store the rows in shards.
@@ -64,37 +72,31 @@ def distill(
     killed run goes on where it was; other dialogues, base or settings start afresh.
     batch_size, max_length (tokens a row), prefill_chunk, attention, compile: of the decoding engine, without
     a draft.
+    servers: base URLs of completions servers that answer instead; model, concurrency, timeout_s: see
+    `serving.Servers`. Prompts are then read as the servers take them, and one that no server can answer is
+    stored without an answer, with the reason as its finish_reason.
     make_engine: builds another engine instead.
 
-    Returns counts: rows, tokens, prompt_tokens and finish_reasons of all rows; new_rows,
-    seconds and tokens_per_second of this run. Raises UserError for an empty prompt, one that
-    leaves no room for `max_new_tokens`, and a full disk.
+    Returns counts: rows, tokens, prompt_tokens and finish_reasons of all answered rows; dropped, by reason;
+    new_rows, seconds and tokens_per_second of this run. Raises UserError for an empty prompt, one that
+    leaves no room for `max_new_tokens`, an id that comes twice, a full disk, and what `Servers` raises for.
     """
-    tokenizer = base.tokenizer
-    room = max_length - max_new_tokens
-    prompts = {
-        row["id"]: encode_prompt(tokenizer, row["messages"], thinking, max_tokens=room) for row in dialogues
-    }
-    settings = {
-        "rows": "answers of the base LLM",
-        "base": base.name,
-        "base_fingerprint": base_fingerprint(base.model),
-        "dtype": str(base.dtype),
-        "max_new_tokens": max_new_tokens,
-        "prompts": _digest(prompts),
-    }
-    writer = ShardWriter(out_dir, ROWS, rows_per_shard=shard_rows, settings=settings)
-    requests = [
-        Request(id=name, prompt_ids=ids, max_new_tokens=max_new_tokens)
-        for name, ids in prompts.items()
-        if name not in writer.done
-    ]
-    print(
-        f"distill: {len(requests)} prompts to answer ({len(writer.done)} are stored already), at "
-        f"most {len(requests) * max_new_tokens:,} tokens with {max_new_tokens} a prompt"
-    )
-    tokens, started = 0, time.perf_counter()
-    if requests:
+
+    def prompts() -> Iterator[tuple[str, list[int]]]:
+        room = max_length - max_new_tokens
+        for row in dialogues:
+            yield row["id"], encode_prompt(base.tokenizer, row["messages"], thinking, max_tokens=room)
+
+    def requests() -> Iterator[Request]:
+        for name, ids in prompts():
+            if name not in writer.done:
+                yield Request(id=name, prompt_ids=ids, max_new_tokens=max_new_tokens)
+
+    def answers() -> Generator[Result | Served, None, None]:
+        if servers:
+            client = Servers(base, servers, model=model, concurrency=concurrency, timeout=timeout_s)
+            yield from client.run(requests())
+            return
         engine = (
             make_engine()
             if make_engine
@@ -107,8 +109,27 @@ def distill(
                 compile=compile,
             )
         )
-        with writer, Progress("distill", len(requests), "answers") as progress:
-            for result in engine.run(requests):
+        yield from engine.run(list(requests()))
+
+    digest, total = _digest(prompts())
+    settings = {
+        "rows": "answers of the base LLM",
+        "base": base.name,
+        "base_fingerprint": base_fingerprint(base.model),
+        "dtype": f"as {model or base.name} is served" if servers else str(base.dtype),
+        "max_new_tokens": max_new_tokens,
+        "prompts": digest,
+    }
+    writer = ShardWriter(out_dir, ROWS, rows_per_shard=shard_rows, settings=settings)
+    count = total - len(writer.done)
+    print(
+        f"distill: {count} prompts to answer ({len(writer.done)} are stored already), at "
+        f"most {count * max_new_tokens:,} tokens with {max_new_tokens} a prompt"
+    )
+    tokens, started = 0, time.perf_counter()
+    if count:
+        with writer, Progress("distill", count, "answers") as progress, closing(answers()) as results:
+            for result in results:
                 writer.add(
                     {
                         "id": result.id,
@@ -122,10 +143,20 @@ def distill(
                 rate = tokens / (time.perf_counter() - started)
                 progress.advance(1, f"({tokens:,} tokens, {rate:.0f} tokens/s)")
     seconds = time.perf_counter() - started
-    return _summary(read_rows(out_dir, dialogues)) | {
-        "new_rows": len(requests),
+    summary = _summary(iter_shards(out_dir))
+    dropped = summary["dropped"]
+    if (stored := summary["rows"] + sum(dropped.values())) != total:
+        raise UserError(f"{out_dir} holds {stored} rows for {total} prompts: delete it and run it again")
+    if dropped:
+        print(f"distill: prompts dropped, by reason: {dropped} (see serving.Served)")
+    if not summary["rows"]:
+        raise UserError(
+            f"all prompts were dropped ({dropped}): serve a longer context or token ids, and delete {out_dir}"
+        )
+    return summary | {
+        "new_rows": count,
         "seconds": round(seconds, 1),
-        "tokens_per_second": round(tokens / seconds, 1) if requests else None,
+        "tokens_per_second": round(tokens / seconds, 1) if count else None,
     }
 
 
@@ -158,24 +189,38 @@ def reference_rows(
     settings = {
         "rows": "reference answers",
         "max_new_tokens": max_new_tokens,
-        "prompts": _digest({name: row["prompt_ids"] for name, row in rows.items()}),
-        "answers": _digest({name: row["answer_ids"] for name, row in rows.items()}),
+        "prompts": _digest((name, row["prompt_ids"]) for name, row in rows.items())[0],
+        "answers": _digest((name, row["answer_ids"]) for name, row in rows.items())[0],
     }
     with ShardWriter(out_dir, ROWS, rows_per_shard=shard_rows, settings=settings) as writer:
         for name, row in rows.items():
             if name not in writer.done:
                 writer.add(row)
-    return _summary(read_rows(out_dir, dialogues))
+    return _summary(read_rows(out_dir, list(dialogues)))
 
 
-def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        "rows": len(rows),
-        "tokens": sum(len(row["answer_ids"]) for row in rows),
-        "prompt_tokens": sum(len(row["prompt_ids"]) for row in rows),
-        "finish_reasons": dict(sorted(Counter(row["finish_reason"] for row in rows).items())),
-    }
+def _summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"rows": 0, "tokens": 0, "prompt_tokens": 0}
+    reasons, dropped = Counter(), Counter()
+    for row in rows:
+        (dropped if is_dropped(row) else reasons)[row["finish_reason"]] += 1
+        if not is_dropped(row):
+            found["rows"] += 1
+            found["tokens"] += len(row["answer_ids"])
+            found["prompt_tokens"] += len(row["prompt_ids"])
+    return found | {"finish_reasons": dict(sorted(reasons.items())), "dropped": dict(sorted(dropped.items()))}
 
 
-def _digest(ids: Mapping[str, list[int]]) -> str:
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+def _digest(rows: Iterable[tuple[str, list[int]]]) -> tuple[str, int]:
+    """16 hex digits of the names and token ids (of the JSON object that they make), and the count of rows.
+
+    Raises UserError for a name that comes twice.
+    """
+    digest, seen = hashlib.sha256(b"{"), set()
+    for name, ids in rows:
+        if name in seen:
+            raise UserError(f"the id {name!r} comes twice among the dialogues: give each an id of its own")
+        digest.update(f"{', ' if seen else ''}{json.dumps(name)}: {json.dumps(ids)}".encode())
+        seen.add(name)
+    digest.update(b"}")
+    return digest.hexdigest()[:16], len(seen)

@@ -50,6 +50,7 @@ def _check_distinct(values: tuple) -> tuple:
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s@?#]+$")]  # no user:password@, which logs would show
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Hook = Annotated[int | float, AfterValidator(_check_hook)]
 # YAML knows lists only, which a strict tuple refuses; the items stay strict.
@@ -116,6 +117,15 @@ class DistillSection(Section):
     """Prompts decoded at a time; at least 1."""
     shard_rows: Count
     """Rows of one Parquet shard, the most that a kill can lose; at least 1."""
+    servers: Annotated[tuple[Url, ...], Field(strict=False), _distinct]
+    """Completions servers that answer, such as http://gpu1:8000 (a key comes from the environment variable
+    OPENAI_API_KEY); [] is the engine here."""
+    model: Text | None
+    """The name under which the servers hold the base LLM; null is the base's own."""
+    concurrency: Count
+    """Prompts in flight at each server; at least 1."""
+    timeout_s: Positive
+    """Seconds after which a server's answer is given up and asked for again; above 0."""
 
 
 class DraftSection(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -69,7 +69,7 @@ class ShardWriter:
     schema: the rows' Arrow schema, with a column `id`. rows_per_shard: rows kept in memory, and
     lost when the process is killed, at most. settings: whatever the rows depend on; rows that
     were made with other settings are thrown away with a message, and so are shards that cannot be
-    read. `done` holds the ids that are stored already. Use as a context manager: leaving it, also
+    read. `done` holds the ids that earlier runs stored. Use as a context manager: leaving it, also
     by Ctrl-C or an error of the caller, stores the rows added so far.
     """
 
@@ -144,7 +144,6 @@ class ShardWriter:
         except (OSError, UserError):
             self._full = True
             raise
-        self.done.update(row["id"] for row in self._buffer)
         self._next += 1
         self._buffer.clear()
 
@@ -161,8 +160,8 @@ class ShardWriter:
             self.flush()
 
 
-def read_shards(folder: str | Path) -> list[dict[str, Any]]:
-    """All rows of a folder of shards, in the order they were stored.
+def iter_shards(folder: str | Path) -> Iterator[dict[str, Any]]:
+    """The rows of a folder of shards in the order they were stored, one shard in memory at a time.
 
     Raises UserError when there are none, or when a shard is damaged: running the stage that made
     it again replaces just that one.
@@ -170,23 +169,34 @@ def read_shards(folder: str | Path) -> list[dict[str, Any]]:
     shards = sorted(Path(folder).glob(PATTERN))
     if not shards:
         raise UserError(f"{folder} holds no shards: run the stage that makes them")
-    return [row for shard in shards for row in read_table(shard)]
+    for shard in shards:
+        yield from read_table(shard)
+
+
+def read_shards(folder: str | Path) -> list[dict[str, Any]]:
+    """All rows of `iter_shards`."""
+    return list(iter_shards(folder))
+
+
+def is_dropped(row: Mapping[str, Any]) -> bool:
+    """Whether a prompt was given up: its row has no answer (finish_reason says why)."""
+    return row.get("answer_ids") == []
 
 
 def read_rows(
     folder: str | Path, dialogues: Sequence[Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of a folder of shards in the order of `dialogues` (rows with the same ids; else by id).
+    """Rows of a folder of shards in the order of `dialogues` (rows with the same ids; else by id), without
+    dropped ones.
 
     Raises UserError when shards are missing or damaged, or when a dialogue has no row yet.
     """
     rows = {row["id"]: row for row in read_shards(folder)}
-    if dialogues is None:
-        return [rows[name] for name in sorted(rows)]
-    missing = [row["id"] for row in dialogues if row["id"] not in rows]
+    wanted = sorted(rows) if dialogues is None else [row["id"] for row in dialogues]
+    missing = [name for name in wanted if name not in rows]
     if missing:
         raise UserError(
-            f"{folder} has no rows for {len(missing)} of {len(dialogues)} dialogues (for example "
+            f"{folder} has no rows for {len(missing)} of {len(wanted)} dialogues (for example "
             f"{missing[0]}): run the distill stage to its end"
         )
-    return [rows[row["id"]] for row in dialogues]
+    return [rows[name] for name in wanted if not is_dropped(rows[name])]

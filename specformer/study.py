@@ -136,14 +136,15 @@ def open_course(run: Run, base: Base | None = None) -> Course:
         split: shards.read_table(run.require(run.paths.corpus / f"{split}.parquet", "corpus"))
         for split in ("train", "validation")
     }
-    folders = {"distilled": run.paths.distilled, "reference": run.paths.reference}
+    distilled = run.require(run.paths.distilled / "train", "distill")
+    rows = shards.read_rows(distilled, dialogues["train"])
     return Course(
         base,
         Target(base, settings.train.max_length),
         settings,
         {
-            name: shards.read_rows(run.require(folder / "train", "distill"), dialogues["train"])
-            for name, folder in folders.items()
+            "distilled": rows,
+            "reference": shards.read_rows(run.paths.reference / "train", rows),  # the same prompts
         },
         shards.read_rows(run.paths.distilled / "validation", dialogues["validation"]),
         (*settings.study.variants, *settings.baselines),

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from filelock import FileLock
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from helpers import make_tokenizer
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -25,13 +25,6 @@ from transformers import (
 from specformer import hardware
 from specformer.base import Base, load_base, prepare_base
 from specformer.drafts import new_draft
-
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 # What Qwen3 does: an empty thinking block when thinking is off, and no thinking in the history.
 THINKING = (
@@ -51,13 +44,6 @@ THINKING = (
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
 
-SENTENCES = [
-    "system user assistant think",
-    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
-    "Write a short story about a river. What is the capital of France?",
-    "def add(a, b):\n    return a + b\n",
-]
-
 
 @pytest.fixture(scope="session", autouse=True)
 def measured_speeds(tmp_path_factory):
@@ -66,23 +52,6 @@ def measured_speeds(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "cache_file", lambda: file)
         yield
-
-
-def make_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of 320 tokens; padding is the end-of-turn token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    fast.chat_template = chat_template
-    return fast
 
 
 def save_tiny(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:

@@ -6,14 +6,46 @@ import random
 from typing import cast
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specformer.base import Base
 from specformer.drafts import DraftConfig, SpecFormer, new_draft
 from specformer.drafts.interface import Draft
 from specformer.engine import Engine, Request
 from specformer.training import Schedule
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+SENTENCES = [
+    "system user assistant think",
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "Write a short story about a river. What is the capital of France?",
+    "def add(a, b):\n    return a + b\n",
+]
+
+
+def make_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of 320 tokens; padding is the end-of-turn token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = chat_template
+    return fast
 
 
 def prompts(base, count, seed=0, longest=40):

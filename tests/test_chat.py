@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from helpers import CHATML, make_tokenizer
 
 from specformer.chat import encode_answer, encode_prompt
 from specformer.errors import UserError
-from tests.conftest import CHATML, make_tokenizer
 
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
 TALK = [

@@ -202,6 +202,8 @@ def test_prompts_that_do_not_fit_are_refused_before_any_work(tiny_llama, tmp_pat
     dialogues[1]["messages"] = [{"role": "user", "content": ""}]
     with pytest.raises(UserError, match="empty prompt"):
         run(tiny_llama, tmp_path / "out", dialogues, engine)
+    with pytest.raises(UserError, match="'d001' comes twice"):
+        run(tiny_llama, tmp_path / "out", [*make_dialogues(2), *make_dialogues(2)[1:]], engine)
     assert not engine.asked and not (tmp_path / "out").exists()
 
 
