@@ -18,8 +18,6 @@ from specformer.chat import encode_prompt
 from specformer.drafts.interface import CONFIG, WEIGHTS, Draft
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
-from specformer.metrics import tokens_per_step
-from specformer.tables import write_text
 
 HOME = Path(str(files("specformer") / "packaged"))
 RECORD, CARD = "record.json", "README.md"
@@ -59,6 +57,8 @@ def measure(base: Base, draft: Draft, k: int, max_new_tokens: int = 64) -> dict[
 
     In float32 on a CPU the numbers come out the same again; give such a base to record them.
     """
+    from specformer.metrics import tokens_per_step  # needs pandas, which `packaged_folder` does without
+
     requests = [
         Request(str(i), encode_prompt(base.tokenizer, [{"role": "user", "content": text}]), max_new_tokens)
         for i, text in enumerate(PROMPTS)
@@ -90,6 +90,8 @@ def package(
     for it; command, data: what made it, in words; machine: a `hardware.describe` record. Returns the folder.
     Raises UserError for an unfinished run and for weights above MOST_BYTES.
     """
+    from specformer.tables import write_text
+
     try:
         summary = json.loads((source / "summary.json").read_text())
     except FileNotFoundError:
