@@ -306,8 +306,8 @@ def bench_engine(
 
 def in_turn(systems: Mapping[Key, System], requests: Sequence[Request], r: int) -> dict[Key, Timing]:
     """Round r: every system over the same requests, in reversed order every second round."""
-    keys = list(systems) if r % 2 == 0 else list(reversed(systems))
-    return {key: systems[key](requests) for key in keys}
+    keys = list(systems)
+    return {key: systems[key](requests) for key in (keys if r % 2 == 0 else keys[::-1])}
 
 
 def bare_forwards(

@@ -317,8 +317,8 @@ class Proposer:
         draft = load_draft(folder, base)
         pack_linears(draft)
         k = self.config.speculative_config.num_speculative_tokens
-        block, rows = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
-        target = ServedTarget(target_model, model.hf_config, model.dtype, block, places=k)
+        self.block, rows = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
+        target = ServedTarget(target_model, model.hf_config, model.dtype, self.block, places=k)
         self.drafter = Drafter(draft, target, rows, k)
         # in the order of the layers, whatever the draft's
         self.order = [sorted(draft.hooks).index(hook) for hook in draft.hooks]
@@ -343,10 +343,9 @@ class Proposer:
             taps = hidden.new_empty(len(ids), 0, hidden.shape[-1])
             if states:
                 taps = torch.stack([states[i][: len(ids)] for i in self.order], 1)
-            block = self.drafter.target.block
-            step = Step(ids, taps, first[:-1], start, counts, meta.block_table, block)
+            step = Step(ids, taps, first[:-1], start, counts, meta.block_table, self.block)
             if step.slot(0, start[0]) != int(meta.slot_mapping[0]):
-                raise RuntimeError(f"vLLM's cache is not in blocks of {block} tokens")
+                raise RuntimeError(f"vLLM's cache is not in blocks of {self.block} tokens")
             self.drafter.see(step)
         return hidden
 

@@ -33,7 +33,7 @@ class PagedTarget(Target):
     """A base LLM as vLLM serves it: its stores follow block tables."""
 
     def new_store(self, rows, limit, layers=None, attention="auto"):
-        geometry = (layers, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device)
+        geometry = (layers or 1, rows, self.kv_heads, self.head_dim, limit, self.dtype, self.device)
         return PagedStore(*geometry, block=BLOCK, places=K)
 
 
@@ -240,14 +240,15 @@ def serve(folder, draft, prompt_ids, max_tokens, **options):
 def test_vllm_answers_the_same_and_accepts_what_our_engine_accepts(smollm2, smollm2_folder):
     """Few slots, short chunks and a cache too small for all: queued, chunked and preempted requests."""
     draft = packaged_folder(smollm2)
+    assert draft is not None
     texts = [*PROMPTS[:5], " ".join(PROMPTS)]
     ids = [encode_prompt(smollm2.tokenizer, [{"role": "user", "content": t}]) for t in texts]
     options = {
         "enforce_eager": True,
         "max_num_seqs": 3,
         "max_num_batched_tokens": 48,
-        "block_size": 16,
-        "num_gpu_blocks_override": 20,
+        "block_size": 32,
+        "num_gpu_blocks_override": 9,
     }
     plain, _ = serve(smollm2_folder, None, ids, 32, **options)
     drafted, counted = serve(smollm2_folder, draft, ids, 32, **options)
