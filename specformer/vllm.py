@@ -103,7 +103,7 @@ class Step:
     """One forward pass of the model: N tokens of B rows, one row after another.
 
     ids (N,) int64; taps (N, hooks, H); first: where each row begins among the N; start: the position of its
-    first token; counts: its tokens; table (B, blocks): vLLM's block table, blocks of
+    first token; counts: its tokens; table (B, blocks): vLLM's block table, of blocks of
     `block` tokens.
     """
 
@@ -339,11 +339,13 @@ class Proposer:
             first = meta.query_start_loc.tolist()
             counts = [b - a for a, b in zip(first, first[1:], strict=False)]
             start = [end - n for end, n in zip(meta.seq_lens.tolist(), counts, strict=True)]
-            ids = given["input_ids"][: first[-1]].long()
+            # copies: vLLM writes the next step over these
+            ids = given["input_ids"][: first[-1]].to(torch.long, copy=True)
+            table = meta.block_table.clone()
             taps = hidden.new_empty(len(ids), 0, hidden.shape[-1])
             if states:
                 taps = torch.stack([states[i][: len(ids)] for i in self.order], 1)
-            step = Step(ids, taps, first[:-1], start, counts, meta.block_table, self.block)
+            step = Step(ids, taps, first[:-1], start, counts, table, self.block)
             if step.slot(0, start[0]) != int(meta.slot_mapping[0]):
                 raise RuntimeError(f"vLLM's cache is not in blocks of {self.block} tokens")
             self.drafter.see(step)
