@@ -13,13 +13,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from accelerate.utils import align_module_device, convert_file_size_to_int
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -211,6 +210,9 @@ def _place_layers(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, max_memory: Mapping[Any, str]
 ) -> dict[str, Any]:
     """accelerate's device map: which module lies where, with "disk" for what fits nowhere."""
+    from accelerate import init_empty_weights
+    from accelerate.utils import convert_file_size_to_int
+
     own = "cpu" if device.type == "cpu" else device.index or 0
     room: dict[int | str, int] = {}
     for place, amount in max_memory.items():
@@ -387,6 +389,11 @@ def base_fingerprint(model: PreTrainedModel) -> str:
     The weights count in bfloat16, so a model keeps its fingerprint whether it runs in float32 or
     bfloat16. A draft records it and refuses another base.
     """
+    whole: Any = nullcontext
+    if getattr(model, "hf_device_map", None) is not None:  # weights may lie on disk
+        from accelerate.utils import align_module_device
+
+        whole = align_module_device
     config = model.config
     shape = [
         str(getattr(config, key, None))
@@ -410,7 +417,7 @@ def base_fingerprint(model: PreTrainedModel) -> str:
         f"model.layers.{last}.mlp.down_proj.weight",
         "model.norm.weight",
     ):
-        with align_module_device(model.get_submodule(name.rpartition(".")[0])):  # it may lie on disk
+        with whole(model.get_submodule(name.rpartition(".")[0])):
             weight = model.get_parameter(name).reshape(-1)[-1024:]
             digest.update(weight.to("cpu", torch.bfloat16).float().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -38,6 +38,7 @@ class Timing:
 
 
 System = Callable[[Sequence[Request]], Timing]
+Key = TypeVar("Key")
 
 FEWEST = 4
 """Requests of a round at the least: one prompt would decide a batch of one."""
@@ -142,16 +143,37 @@ def count_answer(ids: Sequence[int], stops: Sequence[int]) -> int:
 
 
 class VLLM:
-    """vLLM in an environment of its own, fed over a pipe; idle while others are timed."""
+    """vLLM in an environment of its own, fed over a pipe; idle while others are timed.
 
-    def __init__(self, python: str, folder: Path, dtype: str, max_length: int, batch_size: int):
+    draft: folder of a draft that it drafts `k` tokens with (`specformer.vllm`), None for vLLM alone.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        folder: Path,
+        dtype: str,
+        max_length: int,
+        batch_size: int,
+        draft: Path | None = None,
+        k: int = 0,
+    ):
         environment = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        arguments = {"model": str(folder), "dtype": dtype, "max_model_len": max_length}
+        arguments: dict[str, Any] = {"model": str(folder), "dtype": dtype, "max_model_len": max_length}
+        if draft is not None:
+            package = str(Path(__file__).parent.parent)
+            environment["PYTHONPATH"] = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+            environment["SPECFORMER_DRAFT"] = str(draft)
+            arguments["speculative_config"] = {
+                "method": "custom_class",
+                "model": "specformer.vllm.Proposer",
+                "num_speculative_tokens": k,
+            }
         self.process = subprocess.Popen(
             [python, "-c", _VLLM, json.dumps(arguments | {"max_num_seqs": batch_size})],
             stdin=subprocess.PIPE,
@@ -179,7 +201,7 @@ class VLLM:
         answer = self._answer()
         if answer is None:
             raise UserError("vLLM stopped while it was being timed: look at its own output")
-        return Timing(answer["tokens"], answer["seconds"])
+        return Timing(answer["tokens"], answer["seconds"], tokens_per_step=answer["tokens_per_step"])
 
     def close(self) -> None:
         self.process.terminate()
@@ -190,15 +212,23 @@ class VLLM:
 _VLLM = """
 import json, sys, time
 from vllm import LLM, SamplingParams
-llm = LLM(**json.loads(sys.argv[1]), enforce_eager=False, disable_log_stats=True)
+options = json.loads(sys.argv[1])
+drafts = "speculative_config" in options
+llm = LLM(**options, enforce_eager=False, disable_log_stats=not drafts)
 say = lambda x: print("specformer:" + json.dumps(x), flush=True)
+def counted():
+    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")} if drafts else {}
+    return [found.get(f"vllm:spec_decode_num_{what}", 0) for what in ("drafts", "accepted_tokens")]
 say("ready")
 for line in sys.stdin:
-    job = json.loads(line)
+    job, before = json.loads(line), counted()
     start = time.perf_counter()
     out = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]],
                        SamplingParams(temperature=0, max_tokens=job["max_tokens"]), use_tqdm=False)
-    say({"seconds": time.perf_counter() - start, "tokens": sum(len(o.outputs[0].token_ids) for o in out)})
+    seconds = time.perf_counter() - start
+    steps, accepted = (b - a for a, b in zip(before, counted()))
+    say({"seconds": seconds, "tokens": sum(len(o.outputs[0].token_ids) for o in out),
+         "tokens_per_step": 1 + accepted / max(steps, 1)})
 """
 
 
@@ -260,9 +290,7 @@ def bench_engine(
             forwards: dict[int, list[float]] = {1: [], k + 1: []}
             for r in range(rounds + 1):
                 chosen = take(requests, r * answers[batch_size], answers[batch_size])
-                keys = list(systems) if r % 2 == 0 else list(reversed(systems))
-                for key in keys:
-                    timing = systems[key](chosen)
+                for key, timing in in_turn(systems, chosen, r).items():
                     if r > 0:
                         timings[key].append(timing)
                 for n, seconds in bare_forwards(target, chosen, batch_size, (1, k + 1)).items():
@@ -274,6 +302,12 @@ def bench_engine(
             rows += summarise(timings, forwards, batch_size, machine)
             keep(pd.DataFrame(rows))
     return pd.DataFrame(rows)
+
+
+def in_turn(systems: Mapping[Key, System], requests: Sequence[Request], r: int) -> dict[Key, Timing]:
+    """Round r: every system over the same requests, in reversed order every second round."""
+    keys = list(systems)
+    return {key: systems[key](requests) for key in (keys if r % 2 == 0 else keys[::-1])}
 
 
 def bare_forwards(

@@ -17,6 +17,7 @@ from specformer.errors import UserError
 
 if TYPE_CHECKING:
     from specformer.base import Base
+    from specformer.engine import Request
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks: each prints ratios measured within one run.")
@@ -186,7 +187,7 @@ def package_draft(
     """Replace the draft that comes with the package by one of the profile's; writes its record and card."""
     import pandas as pd
 
-    from specformer import pretrained
+    from specformer import pretrained, sharing
     from specformer.base import load_base
     from specformer.drafts import load_draft
 
@@ -202,7 +203,7 @@ def package_draft(
         data=f"prompts of {run.settings.corpus.source}, answers by the base LLM",
         machine=machine,
     )
-    print((folder / pretrained.CARD).read_text())
+    print((folder / sharing.CARD).read_text())
 
 
 @app.command()
@@ -325,6 +326,22 @@ def bench_training(
     )
 
 
+LONGEST = 200
+"""Most prompt tokens of a request that systems are compared on."""
+
+
+def _held_out(run: pipeline.Run, llm: Base, max_new_tokens: int) -> list[Request]:
+    """Requests from the profile's held-out dialogues, of 20 to LONGEST prompt tokens."""
+    from specformer.bench import evaluation_requests
+    from specformer.chat import encode_prompt
+    from specformer.corpora import read_dialogues
+
+    rows = read_dialogues(run.require(run.paths.corpus / "test.parquet", "corpus"))
+    rows = [row | {"set": "dialogues"} for row in rows]
+    requests = evaluation_requests(rows, lambda m: encode_prompt(llm.tokenizer, m), max_new_tokens)
+    return [r for r in requests if 20 <= len(r.prompt_ids) <= LONGEST]
+
+
 @bench.command("engine")
 def bench_engine(
     profile: Profile = "cpu",
@@ -341,20 +358,14 @@ def bench_engine(
 ) -> None:
     """Our k = 0 and SpecFormer against transformers, its prompt lookup, and vLLM where it is named."""
     from specformer import figures, hardware
-    from specformer.bench import evaluation_requests
     from specformer.bench_engine import bench_engine
-    from specformer.chat import encode_prompt
-    from specformer.corpora import read_dialogues
     from specformer.drafts import load_draft
     from specformer.tables import write_text
 
     run = pipeline.open_run(profile)
     llm = run.load_base()
     model = load_draft(draft or _best_draft(run, llm), llm)
-    rows = read_dialogues(run.require(run.paths.corpus / "test.parquet", "corpus"))
-    rows = [row | {"set": "dialogues"} for row in rows]
-    requests = evaluation_requests(rows, lambda m: encode_prompt(llm.tokenizer, m), max_new_tokens)
-    requests = [r for r in requests if 20 <= len(r.prompt_ids) <= 200]
+    requests = _held_out(run, llm, max_new_tokens)
     path = run.paths.results / "engine_bench.csv"
     table = bench_engine(
         llm,
@@ -363,7 +374,7 @@ def bench_engine(
         batch_sizes=batch_size or [1, 4, 16, 64],
         k=k,
         rounds=rounds,
-        max_length=200 + max_new_tokens,
+        max_length=LONGEST + max_new_tokens,
         attention=run.settings.engine.attention,
         compile=run.settings.engine.compile,
         waves=waves,
@@ -379,6 +390,47 @@ def bench_engine(
     )
     shown = table.drop(columns=["cpu", "dtype", "threads", "kernels", "rounds"])
     print(shown.to_string(index=False, float_format=lambda x: f"{x:.2f}", na_rep=""))
+
+
+@bench.command("vllm")
+def bench_vllm(
+    profile: Profile = "cpu",
+    *,
+    vllm_python: Annotated[str, typer.Option(help="Python of an environment with vLLM.")],
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Concurrent requests; may be given several times.")
+    ] = None,
+    k: int = 4,
+    rounds: Annotated[int, typer.Option(help="Timed rounds, after one to warm up.")] = 3,
+    max_new_tokens: int = 128,
+    draft: Annotated[
+        Path | None, typer.Option(help="Draft folder; default: the profile's best, else the packaged one.")
+    ] = None,
+    waves: Annotated[int, typer.Option(help="Requests of a round, in batches.")] = 1,
+) -> None:
+    """vLLM with our draft against vLLM alone."""
+    from specformer import hardware
+    from specformer.bench_vllm import bench_vllm
+    from specformer.tables import write_text
+
+    run = pipeline.open_run(profile)
+    llm = run.load_base()
+    path = run.paths.results / "vllm_bench.csv"
+    table = bench_vllm(
+        vllm_python,
+        run.paths.base.resolve(),
+        (draft or _best_draft(run, llm)).resolve(),
+        _held_out(run, llm, max_new_tokens),
+        batch_sizes=batch_size or [1, 16, 64],
+        k=k,
+        rounds=rounds,
+        max_length=LONGEST + max_new_tokens + k,
+        machine=hardware.describe(llm.dtype, llm.device),
+        waves=waves,
+        keep=lambda table: write_text(table.to_csv(index=False, float_format="%.4f"), path),
+    )
+    shown = table.drop(columns=["cpu", "dtype", "threads", "kernels", "rounds"])
+    print(shown.to_string(index=False, float_format=lambda x: f"{x:.2f}"))
 
 
 def main() -> None:

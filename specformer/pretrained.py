@@ -18,9 +18,6 @@ from specformer.chat import encode_prompt
 from specformer.drafts.interface import CONFIG, WEIGHTS, Draft
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
-from specformer.metrics import tokens_per_step
-from specformer.sharing import CARD, Metric, card, read_summary, training_metrics
-from specformer.tables import write_text
 
 HOME = Path(str(files("specformer") / "packaged"))
 RECORD = "record.json"
@@ -60,6 +57,8 @@ def measure(base: Base, draft: Draft, k: int, max_new_tokens: int = 64) -> dict[
 
     In float32 on a CPU the numbers come out the same again; give such a base to record them.
     """
+    from specformer.metrics import tokens_per_step  # needs pandas
+
     requests = [
         Request(str(i), encode_prompt(base.tokenizer, [{"role": "user", "content": text}]), max_new_tokens)
         for i, text in enumerate(PROMPTS)
@@ -91,6 +90,10 @@ def package(
     for it; command, data: what made it, in words; machine: a `hardware.describe` record. Returns the folder.
     Raises UserError for an unfinished run and for weights above MOST_BYTES.
     """
+    # these need packages that `packaged_folder` does without
+    from specformer.sharing import CARD, Metric, card, read_summary, training_metrics
+    from specformer.tables import write_text
+
     summary = read_summary(source)
     size = (source / WEIGHTS).stat().st_size
     if size > MOST_BYTES:

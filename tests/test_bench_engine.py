@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 from helpers import perturbed_specformer, prompts
 
+from specformer import hardware
 from specformer.bench_engine import (
     Timing,
     bench_engine,
     count_answer,
+    in_turn,
     ours,
     summarise,
     transformers_continuous,
     transformers_generate,
 )
+from specformer.bench_vllm import bench_vllm
+from specformer.bench_vllm import summarise as summarise_vllm
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
+from specformer.pretrained import packaged_folder
 
 
 @pytest.fixture
@@ -48,6 +56,55 @@ def test_continuous_batching_runs_here_or_says_that_it_does_not(tiny_llama, requ
     else:
         assert found.tokens == transformers_generate(tiny_llama, 3)(requests).tokens
     assert tiny_llama.model.config._attn_implementation == attention
+
+
+def test_systems_take_turns():
+    order = []
+
+    def system(name):
+        return lambda requests: order.append(name) or Timing(len(requests), 1.0)
+
+    systems = {name: system(name) for name in "ab"}
+    requests = [Request("1", [1], 2)] * 3
+    rounds = [in_turn(systems, requests, r) for r in (0, 1)]
+    assert rounds == [dict.fromkeys("ab", Timing(3, 1.0))] * 2
+    assert order == ["a", "b", "b", "a"]
+
+
+def test_vllm_with_a_draft_is_set_against_vllm_alone():
+    """Rounds pair: 2, 1 and 1.5 times as fast in turn, medians 150 to 100."""
+    alone = [Timing(100, 1.0), Timing(100, 2.0), Timing(100, 1.0)]
+    drafted = [Timing(100, 0.5, 0.0, 1.5), Timing(100, 2.0, 0.0, 1.7), Timing(300, 2.0, 0.0, 1.6)]
+    machine = {"dtype": "bfloat16", "cpu": "x", "threads": 2, "kernels": "native"}
+    plain, row = summarise_vllm({0: alone, 4: drafted}, 16, machine)
+    assert (plain["k"], plain["ratio"], plain["ratio_min"], plain["ratio_max"]) == (0, 1, 1, 1)
+    assert (row["batch_size"], row["k"], row["rounds"], row["dtype"]) == (16, 4, 3, "bfloat16")
+    assert (row["tps_median"], row["tps_min"], row["tps_max"]) == (150, 50, 200)
+    assert (row["ratio"], row["ratio_min"], row["ratio_max"]) == (1.5, 1.0, 2.0)
+    assert row["tokens_per_step"] == pytest.approx(1.6)
+
+
+@pytest.mark.server
+@pytest.mark.skipif("SPECFORMER_VLLM_PYTHON" not in os.environ, reason="names no environment with vLLM")
+def test_vllm_is_timed_with_and_without_a_draft(smollm2, smollm2_folder):
+    """Compiled, as people run it: the hidden states come out of the compiled model."""
+    kept, draft = [], packaged_folder(smollm2)
+    assert draft is not None
+    table = bench_vllm(
+        os.environ["SPECFORMER_VLLM_PYTHON"],
+        smollm2_folder,
+        draft,
+        [Request(str(i), p, 8) for i, p in enumerate(prompts(smollm2, 4))],
+        batch_sizes=[2],
+        k=2,
+        rounds=1,
+        max_length=64,
+        machine=hardware.describe(torch.float32, torch.device("cpu")),
+        keep=kept.append,
+    )
+    assert len(kept) == 1 and kept[0].equals(table)
+    assert list(table["k"]) == [0, 2] and min(table["tps_median"]) > 0
+    assert table["tokens_per_step"].tolist()[0] == 1 < table["tokens_per_step"].tolist()[1]
 
 
 def test_ratios_theta_and_efficiency():
