@@ -39,12 +39,13 @@ def visibility(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def plain_head_loss(hidden: Tensor, labels: Tensor, weights: Tensor, head: Head) -> tuple[float, Tensor]:
     """What `losses.head_loss` computes, by ordinary autograd over all logits at once.
 
-    hidden (N, l_d, H), labels (N, l_d) with -100 where there is none, weights (l_d,); the loss and its
-    gradient by hidden. The head is a plain matmul here: the packed one has no gradient.
+    hidden (N, l_d, H), labels (N, l_d), below 0 where there is none to learn, weights (l_d,); the loss and
+    its gradient by hidden. The head is a plain matmul here: the packed one has no gradient.
     """
     leaf = hidden.detach().clone().requires_grad_()
     logits = F.linear(head.norm(leaf.to(head.weight.dtype)), head.weight)
-    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    known = labels.masked_fill(labels < 0, -100)
+    each = F.cross_entropy(logits.flatten(0, 1), known.flatten(), reduction="none", ignore_index=-100)
     loss = (each.view(labels.shape) * weights).sum()
     loss.backward()
     assert leaf.grad is not None

@@ -52,15 +52,18 @@ def engine(results: Path) -> str:
 
 
 def study(results: Path) -> str:
-    """What each change to the draft and its training is worth."""
-    rows = pd.read_csv(results / "draft_quality.csv")
+    """What each change to the draft and its training is worth, from the profile cpu-study beside this one."""
+    rows = pd.read_csv(results.parent / "cpu-study" / "draft_quality.csv")
     columns = ["variant", "tokens_per_step", "lowest", "highest", "equal_time", "difference"]
-    shown = summarise(rows).loc[:, columns]
+    found = summarise(rows)
+    alike = found.loc[~found["certain"] & (found["variant"] != "specformer"), "variant"]
+    shown = found.loc[:, columns]
     for column in shown.columns[1:]:
         shown[column] = [f"{value:.3f}" for value in shown[column]]
     one = rows.iloc[0]
     under = f"{rows.steps.iloc[0]} steps, {rows.seed.nunique()} seeds; {caption(one.to_dict())}."
-    return f"{markdown(shown)}\n\n{under}"
+    near = f"No different from specformer beyond the spread over seeds: {', '.join(alike) or 'none'}."
+    return f"{markdown(shown)}\n\n{near} {under}"
 
 
 def long_training(results: Path) -> str:

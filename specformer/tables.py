@@ -81,20 +81,23 @@ def build_table1(
     base_model: str,
     base_parameters: float,
     drafts: Mapping[str, Mapping[str, float]],
+    labels: Mapping[str, str] | None = None,
 ) -> pd.DataFrame:
     """Table 1: throughput and speedup for each batch size, k and method.
 
     throughput, steps: the records of one run (columns as in throughput.parquet and
     steps/*.parquet). drafts: method -> its parameter counts "m_s" and "m_p"; a method that is not
-    there gets an empty p. Returns the paper's columns (batch_size, k, method, kappa, tps,
-    speedup), then the spread over rounds, theta, p, tps_decode (prefill out), requests (a round),
-    rounds, base_model, dtype, threads, cpu, accelerator; sorted, the baseline repeated for each
+    there gets an empty p. labels: method -> its name for people, where that is another. Returns the
+    paper's columns (batch_size, k, method, kappa, tps, speedup), then the spread over rounds, theta,
+    p, tps_decode (prefill out), requests (a round), rounds, label, base_model, dtype, threads, cpu,
+    accelerator; sorted, the baseline repeated for each
     k, as the paper does. Raises UserError for missing columns, records of two machines or dtypes
     in one table, rounds that do not pair, and rounds without step records.
     """
     table = _measure(throughput, steps, base_model, base_parameters, drafts)
+    table["label"] = [(labels or {}).get(method, method) for method in table["method"]]
     return _sorted(table, TABLE1_KEYS, paper_table(1)).loc[
-        :, [*TABLE1_KEYS, *_MEASURED, "base_model", "dtype", "threads", "cpu", "accelerator"]
+        :, [*TABLE1_KEYS, *_MEASURED, "label", "base_model", "dtype", "threads", "cpu", "accelerator"]
     ]
 
 
@@ -343,16 +346,17 @@ def _text(value: Any, form: str | None) -> str:
 def compare(ours: pd.DataFrame, paper: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """Our rows and the paper's, matched on `keys`, one row each; sorted like build_table*.
 
-    Columns: keys; status ("measured" | "not run" | "not in the paper"); kappa, speedup, and
-    theta with _paper and _difference (ours - paper's) variants; speedup_min, speedup_max; tps and
-    tps_paper (another machine's, so no difference). What is missing is NaN. The base LLM is not
-    matched: the caller says which one each side used.
+    Columns: keys; label, where ours have one; status ("measured" | "not run" | "not in the paper");
+    kappa, speedup, and theta with _paper and _difference (ours - paper's) variants; speedup_min,
+    speedup_max; tps and tps_paper (another machine's, so no difference). What is missing is NaN. The
+    base LLM is not matched: the caller says which one each side used.
     """
     keys = list(keys)
     values = ["kappa", "tps", "speedup", "theta"]
     # The paper prints theta in Table 3 only; it follows from the other two.
     printed = paper.assign(theta=paper["kappa"] / paper["speedup"]).loc[:, [*keys, *values]]
-    both = ours.loc[:, [*keys, *values, "speedup_min", "speedup_max"]].merge(
+    label = [name for name in ("label",) if name in ours]
+    both = ours.loc[:, [*keys, *label, *values, "speedup_min", "speedup_max"]].merge(
         printed, on=keys, how="outer", suffixes=("", "_paper"), indicator="status"
     )
     words = {"both": "measured", "left_only": "not in the paper", "right_only": "not run"}
@@ -363,7 +367,7 @@ def compare(ours: pd.DataFrame, paper: pd.DataFrame, keys: Sequence[str]) -> pd.
     return both.loc[
         :,
         [
-            *(*keys, "status", "kappa", "kappa_paper", "kappa_difference"),
+            *(*keys, *label, "status", "kappa", "kappa_paper", "kappa_difference"),
             *("speedup", "speedup_min", "speedup_max", "speedup_paper", "speedup_difference"),
             *("theta", "theta_paper", "theta_difference", "tps", "tps_paper"),
         ],
@@ -372,7 +376,7 @@ def compare(ours: pd.DataFrame, paper: pd.DataFrame, keys: Sequence[str]) -> pd.
 
 def _display(compared: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """Headers and cells as people read them."""
-    keys = list(compared.columns[: list(compared.columns).index("status")])
+    keys = [name for name in compared.columns[: list(compared.columns).index("status")] if name != "label"]
     headers = [name.replace("_", " ") for name in keys]
     for name in ("κ", "speedup", "θ"):
         headers += [name, f"{name}, paper", "difference"]
@@ -381,6 +385,8 @@ def _display(compared: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     for row in compared.to_dict("records"):
         absent = "not run" if row["status"] == "not run" else "–"
         cells = [str(row[name]) for name in keys]
+        if isinstance(row.get("label"), str):
+            cells[keys.index("method")] = row["label"]
         if str(row.get("method", "")).endswith(AUTO):
             cells[keys.index("k")] = f"auto, 0 to {row['k']}"
         for name in ("kappa", "speedup", "theta"):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from specformer.base import load_base
 from specformer.losses import SoftLabels, head_loss
+from specformer.probes import plain_head_loss
 from specformer.target import Target
 
 N, LENGTH, H, V = 23, 4, 64, 320
@@ -180,3 +181,13 @@ def test_a_one_token_distribution_is_the_hard_label(target):
     hard, one = (head_loss(hidden, labels, weights, target.head, s) for s in (None, soft))
     assert one.loss == pytest.approx(hard.loss) and torch.equal(one.grad, hard.grad)
     assert one.correct.tolist() == hard.correct.tolist()
+
+
+def test_the_plain_loss_leaves_out_tokens_outside_the_draft_vocabulary(target):
+    """-1 marks them: no label to learn, in both losses."""
+    hidden, labels, weights = batch()
+    labels[:5] = -1
+    found = head_loss(hidden, labels, weights, target.head)
+    loss, grad = plain_head_loss(hidden, labels, weights, target.head)
+    assert loss == pytest.approx(found.loss, rel=1e-5)
+    assert not grad[:5].any() and (found.grad - grad).norm() / grad.norm() < 1e-5

@@ -49,7 +49,7 @@ def records() -> tuple[pd.DataFrame, pd.DataFrame]:
     return pd.DataFrame(throughput), pd.DataFrame(steps)
 
 
-def table1(throughput=None, steps=None) -> pd.DataFrame:
+def table1(throughput=None, steps=None, **options) -> pd.DataFrame:
     first, second = records()
     return tables.build_table1(
         first if throughput is None else throughput,
@@ -57,6 +57,7 @@ def table1(throughput=None, steps=None) -> pd.DataFrame:
         base_model="Tiny-1M",
         base_parameters=100,
         drafts=DRAFTS,
+        **options,
     )
 
 
@@ -85,6 +86,19 @@ def test_table1_by_hand():
     assert eight["speedup"] == eight["speedup_min"] == eight["speedup_max"] == 1.0
     assert (eight["requests"], eight["rounds"]) == (10, 3)
     assert eight["base_model"] == "Tiny-1M" and eight["cpu"] == "Test CPU"
+
+
+def test_a_tree_method_is_shown_as_the_chain_that_it_ran_as():
+    throughput, steps = records()
+    throughput = pd.concat([throughput, pd.DataFrame(timed("hass", 4, [10.0] * 3))])
+    steps = pd.concat([steps, pd.DataFrame(stepped("hass", 4, [1]))])
+    table = table1(throughput, steps, labels={"hass": "HASS (chain)"})
+    assert set(zip(table["method"], table["label"], strict=True)) == {
+        ("none", "none"), ("specformer", "specformer"), ("hass", "HASS (chain)"),
+    }  # fmt: skip
+    compared = tables.compare(table, tables.paper_table(1), tables.TABLE1_KEYS)
+    text = tables.to_markdown(compared, title="Table 1", caption="x")
+    assert text.count("| 1 | 4 | HASS (chain) | 2.00 |") == 1 and "| 1 | 8 | hass | not run |" in text
 
 
 def test_rows_follow_the_papers_order_whatever_the_records_order():
@@ -206,7 +220,8 @@ def test_markdown_and_html_say_not_run_and_carry_the_caption():
 def test_a_k_that_the_engine_chooses_is_said_to_be_its_choice():
     compared = tables.compare(table1(), tables.paper_table(1), tables.TABLE1_KEYS)
     measured = compared["status"] != "not run"
-    compared.loc[measured, "method"] = compared.loc[measured, "method"] + tables.AUTO
+    for name in ("method", "label"):
+        compared.loc[measured, name] = compared.loc[measured, name] + tables.AUTO
     text = tables.to_markdown(compared, title="Table 1", caption="Tiny-1M on a Test CPU")
     assert "| 1 | auto, 0 to 4 | specformer_auto | 2.00 |" in text
     assert "| 128 | 8 | specformer | not run |" in text
@@ -221,7 +236,7 @@ def test_csv_bytes_are_fixed_and_read_back(tmp_path):
     assert b"\r" not in one
     assert one.splitlines()[2] == (
         b"1,4,specformer,2.000,11.00,1.100,10.00,20.00,1.100,2.000,1.818,1.5000,11.11,10,3,"
-        b"Tiny-1M,float32,2,Test CPU,none"
+        b"specformer,Tiny-1M,float32,2,Test CPU,none"
     )
     back = pd.read_csv(tmp_path / "two.csv")
     compared = tables.compare(back, tables.paper_table(1), tables.TABLE1_KEYS)
