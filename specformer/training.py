@@ -568,13 +568,15 @@ def _hidden_states(
     computed = HiddenStates(target, hooks, None, top)
     if hidden_gib == 0 or (hidden_dir is None and plan.steps <= plan.steps_per_epoch):
         return computed
-    kept = HiddenStates(target, hooks, folder, top, others)
-    size = sum(_total(r, max_length) for r in rows) * kept.bytes_per_token() / GIB
-    if size > hidden_gib:
-        print(f"hidden states would take {size:.1f} GiB, {hidden_gib} are allowed: computed every epoch")
-        return computed
-    print(f"hidden states: {size:.2f} GiB in {folder}, computed once", flush=True)
-    return kept
+    size = 0.0
+    for sharing in (others, ()):  # where they do not fit for all, then for this draft alone
+        kept = HiddenStates(target, hooks, folder, top, sharing)
+        size = sum(_total(r, max_length) for r in rows) * kept.bytes_per_token() / GIB
+        if size <= hidden_gib:
+            print(f"hidden states: {size:.2f} GiB in {folder}, computed once", flush=True)
+            return kept
+    print(f"hidden states would take {size:.1f} GiB, {hidden_gib} are allowed: computed every epoch")
+    return computed
 
 
 def weigh(counts: Tensor, by: float | str, accuracy: Sequence[float]) -> Tensor:

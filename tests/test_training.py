@@ -500,3 +500,25 @@ def test_a_base_that_does_not_fit_teaches_the_same(tiny_llama, tiny_llama_folder
         losses[name] = [json.loads(line)["loss"] for line in log]
     assert losses["spread"] == pytest.approx(losses["whole"], rel=1e-5)
     assert load_draft(tmp_path / "spread", tiny_llama).draft_length == 3
+
+
+def test_hidden_states_take_what_room_there_is(tiny_llama, tmp_path, capsys):
+    """For all drafts if they fit, else for this one, else they are computed each time."""
+    rows = answered(tiny_llama, 4, 8)
+    one = sum(len(r["prompt_ids"]) + len(r["answer_ids"]) for r in [*rows, *rows]) * 3 * 64 * 4 / 2**30
+
+    def folder(name, gib):
+        fresh = new_draft(
+            tiny_llama, "specformer", rows, init="base", seed=0, hooks=(0, 2, 4), draft_length=2
+        )
+        options = settings(
+            hidden_gib=gib, epochs=1.0, hidden_dir=tmp_path / name, hidden_others=[((1, 3), 0)]
+        )
+        train(tiny_llama, fresh, rows, rows, tmp_path / f"run-{name}", **options)
+        kept = list((tmp_path / name).glob("*.safetensors")) if (tmp_path / name).exists() else []
+        return sum(file.stat().st_size for file in kept) / 2**30
+
+    assert folder("all", 1.7 * one) >= 5 / 3 * one / 2  # the rows are there twice
+    assert one / 2 <= folder("own", 1.5 * one) < 5 / 3 * one / 2
+    assert folder("none", 0.9 * one) == 0
+    assert "computed every epoch" in capsys.readouterr().out
