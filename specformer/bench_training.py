@@ -26,7 +26,7 @@ from specformer.hidden import HiddenStates
 from specformer.losses import CHUNK, head_loss
 from specformer.matmul import packed_matmul_available
 from specformer.pipeline import Meter
-from specformer.probes import in_own_process, plain_head_loss
+from specformer.probes import MIB, in_own_process, peak_mib, plain_head_loss
 from specformer.target import Target
 from specformer.training import (
     Batch,
@@ -38,8 +38,9 @@ from specformer.training import (
     weigh,
 )
 
-KINDS = ("plain", "computed", "cached")
-"""The plain loop; ours with hidden states computed in each step; ours with them read from disk."""
+KINDS = ("plain", "computed", "cached", "profile")
+"""The plain loop; ours with hidden states computed in each step; ours with them read from disk; the same
+with the draft vocabulary that the profile trains with, so that fewer logits are computed."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Workload:
 class Loops:
     """The contenders over the steps of a workload, on one base, one draft and one AdamW.
 
-    hidden_dir: where "cached" keeps the base's hidden states.
+    hidden_dir: where those that do not compute them keep the base's hidden states. All but "profile" score
+    the base's whole vocabulary.
     """
 
     def __init__(self, work: Workload, hidden_dir: Path):
@@ -83,10 +85,9 @@ class Loops:
         )
         self.draft.to(self.base.device, torch.float32).train()
         self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=work.lr)
-        self.hidden_states = {
-            "computed": HiddenStates(self.target, hooks, None),
-            "cached": HiddenStates(self.target, hooks, hidden_dir),
-        }
+        kept = HiddenStates(self.target, hooks, hidden_dir)
+        computed = HiddenStates(self.target, hooks, None)
+        self.hidden_states = {"computed": computed, "cached": kept, "profile": kept}
         rows = choose_sequences(work.rows, work.max_length)
         plan = Schedule(rows, work.sequences_per_step, 1.0, work.max_length, work.anchor_fraction, work.seed)
         self.sequences = [plan.step(s) for s in range(work.steps)]
@@ -103,10 +104,12 @@ class Loops:
 
     def gradients(self, kind: str, batches: Sequence[Batch]) -> float:
         """Forward and backward of one step, as one of KINDS: its loss; gradients add up in the draft."""
-        weights = weigh(torch.stack([(b.labels >= 0).sum(0) for b in batches]).sum(0), 1.0, [])
+        head = self.draft.head(self.target) if kind == "profile" else self.target.head
+        labels = [head.to_index(b.labels) for b in batches]
+        weights = weigh(torch.stack([(own >= 0).sum(0) for own in labels]).sum(0), 1.0, [])
         half = self.target.dtype == torch.bfloat16
         loss = 0.0
-        for batch in batches:
+        for batch, own in zip(batches, labels, strict=True):
             with torch.autocast(self.target.device.type, torch.bfloat16, enabled=half):
                 if kind == "plain":
                     taps = transformers_taps(self.base, batch, self.draft.hooks)
@@ -115,9 +118,9 @@ class Loops:
                 following = following_tokens(batch.ids)
                 hidden = self.draft.training_hidden(taps, following, batch.rows, batch.columns, self.target)
                 if kind == "plain":
-                    value, grad = plain_head_loss(hidden, batch.labels, weights, self.target.head)
+                    value, grad = plain_head_loss(hidden, own, weights, head)
                 else:
-                    scored = head_loss(hidden.detach(), batch.labels, weights, self.target.head)
+                    scored = head_loss(hidden.detach(), own, weights, head)
                     value, grad = scored.loss, scored.grad
                 hidden.backward(grad)
             loss += value
@@ -193,8 +196,9 @@ def bench_training(work: Workload, repeats: int = 3) -> dict[str, Any]:
     `<kind>_tokens_per_second` (median) and `<kind>_peak_gib` (above what lay in memory before the steps, the
     optimizer's state included there; a cached state file also counts where it is read); throughput_ratio and
     peak_memory_ratio (ours, hidden states as `hidden_states` says, against plain; the memory's is ours /
-    plain), their `_cached` twins, throughput_ratio_spread (least and most of the repeats); the estimate of
-    `training_memory` by part; the machine.
+    plain), their `_cached` and `_profile` twins, throughput_ratio_spread (least and most of the repeats); the
+    estimate of `training_memory` by part, and computed_tensors_peak_gib, what it is an estimate of: the
+    process holds the kernels' scratch space besides; the machine.
     """
     with tempfile.TemporaryDirectory() as folder:
         loops = Loops(work, Path(folder))
@@ -210,6 +214,7 @@ def bench_training(work: Workload, repeats: int = 3) -> dict[str, Any]:
         machine = describe(loops.base.dtype, loops.base.device)
         del loops  # two of it need not fit
         peaks = {kind: in_own_process(_peak, kind, work, folder) for kind in KINDS}
+        tensors = in_own_process(_tensors, work, folder)
 
     def ratios(kind: str) -> list[float]:
         return [plain / ours for plain, ours in zip(seconds["plain"], seconds[kind], strict=True)]
@@ -228,8 +233,12 @@ def bench_training(work: Workload, repeats: int = 3) -> dict[str, Any]:
         "throughput_ratio_spread": [min(ratios("computed")), max(ratios("computed"))],
         "throughput_ratio_cached": median(ratios("cached")),
         "throughput_ratio_cached_spread": [min(ratios("cached")), max(ratios("cached"))],
+        "throughput_ratio_profile": median(ratios("profile")),
+        "throughput_ratio_profile_spread": [min(ratios("profile")), max(ratios("profile"))],
+        "vocabulary": work.draft.get("vocabulary", 0),
         "peak_memory_ratio": peaks["computed"] / peaks["plain"],
         "peak_memory_ratio_cached": peaks["cached"] / peaks["plain"],
+        "peak_memory_ratio_profile": peaks["profile"] / peaks["plain"],
     }
     for kind in KINDS:
         record[f"{kind}_seconds"] = seconds[kind]
@@ -237,6 +246,7 @@ def bench_training(work: Workload, repeats: int = 3) -> dict[str, Any]:
         record[f"{kind}_peak_gib"] = peaks[kind] / GIB
     record["estimated_gib"] = {part: size / GIB for part, size in asdict(estimate).items()}
     record["estimated_peak_gib"] = estimate.step / GIB
+    record["computed_tensors_peak_gib"] = tensors / GIB
     return record | {"machine": machine}
 
 
@@ -254,6 +264,13 @@ def _peak(kind: str, work: Workload, folder: str) -> int:
     with Meter(interval=0.005) as meter:
         loops.run(kind)
     return meter.peak_bytes - before
+
+
+def _tensors(work: Workload, folder: str) -> float:
+    """Bytes of tensors above what a warmed-up loop holds."""
+    loops = Loops(work, Path(folder))
+    loops.warm_up("computed")
+    return peak_mib(lambda: loops.run("computed"), loops.base.device) * MIB
 
 
 @dataclass(frozen=True)

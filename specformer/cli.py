@@ -294,6 +294,7 @@ def bench_training(
             "draft_attention": draft.draft_attention,
             "positional": draft.positional,
             "layers": draft.layers,
+            "vocabulary": draft.vocabulary,
         },
         steps,
         **train.model_dump(
@@ -321,7 +322,10 @@ def bench_training(
         f"peak memory {record['peak_memory_ratio']:.2f}x\n"
         f"hidden states cached: throughput {record['throughput_ratio_cached']:.2f}x, "
         f"peak memory {record['peak_memory_ratio_cached']:.2f}x\n"
-        f"peak of a step {record['computed_peak_gib']:.2f} GiB, by the formula "
+        f"and {record['vocabulary'] or 'all'} tokens to draft, as {profile} trains: throughput "
+        f"{record['throughput_ratio_profile']:.2f}x, peak memory {record['peak_memory_ratio_profile']:.2f}x\n"
+        f"peak of a step {record['computed_peak_gib']:.2f} GiB, of its tensors "
+        f"{record['computed_tensors_peak_gib']:.2f} GiB, by the formula "
         f"{record['estimated_peak_gib']:.2f} GiB ({path.relative_to(run.root)})"
     )
 

@@ -86,9 +86,11 @@ def training(results: Path) -> str:
     return (
         f"A training step handles {record['throughput_ratio']:.1f} times the plain loop's tokens per second "
         f"({low:.1f} to {high:.1f}; {record['throughput_ratio_cached']:.1f} times with the base's hidden "
-        f"states read from disk), with {record['peak_memory_ratio']:.2f} of its peak memory: "
-        f"{record['computed_peak_gib']:.2f} GiB against {record['plain_peak_gib']:.2f} (the memory formula "
-        f"says {record['estimated_peak_gib']:.2f}). The chunked head loss alone takes "
+        f"states read from disk, {record['throughput_ratio_profile']:.1f} times with a draft vocabulary of "
+        f"{record['vocabulary']:,} besides, as the profile trains), with {record['peak_memory_ratio']:.2f} "
+        f"of its peak memory: {record['computed_peak_gib']:.2f} GiB against {record['plain_peak_gib']:.2f}, "
+        f"{record['computed_tensors_peak_gib']:.2f} of them tensors (the memory formula says "
+        f"{record['estimated_peak_gib']:.2f}). The chunked head loss alone takes "
         f"{loss['memory_ratio']:.2f} of the plain one's memory and {loss['time_ratio']:.2f} of its time. "
         f"{caption(record['machine'])}."
     )

@@ -62,15 +62,30 @@ def test_all_loops_have_the_same_loss_and_gradients(folder, request, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) == 6
     loss, gradients = found["plain"]
     assert loss > 1 and len(gradients) == len(list(loops.draft.parameters()))
-    for kind in ("computed", "cached"):
+    for kind in ("computed", "cached", "profile"):
         assert found[kind][0] == pytest.approx(loss, rel=1e-5)
         for ours, plain in zip(found[kind][1], gradients, strict=True):
             assert (ours - plain).norm() < 1e-4 * plain.norm()
 
 
+def test_the_profiles_loop_scores_its_own_vocabulary(tiny_llama_folder, tmp_path):
+    """As the whole one does when all labels are in it; fewer labels where some are not."""
+    rows = random_rows(12, 100)
+    work = workload(tiny_llama_folder, rows, draft={"draft_length": 5, "vocabulary": 60})
+    loops = Loops(work, tmp_path)
+    head = loops.draft.head(loops.target)
+    assert head.weight.shape[0] == 60
+    labels = torch.cat([batch.labels for batch in loops.steps[0]])
+    known = (head.to_index(labels) >= 0).sum()
+    assert 0 < known < (labels >= 0).sum()
+    assert 0 < loops.gradients("profile", loops.steps[0]) < loops.gradients("cached", loops.steps[0])
+
+
 def test_the_command_records_finite_ratios(tiny_llama_folder, tmp_path, monkeypatch, capsys):
     root = tmp_path / "repository"
-    run = pipeline.Run("smoke", root, load_settings("smoke", pipeline.find_root()))
+    settings = load_settings("smoke", pipeline.find_root())
+    settings = settings.model_copy(update={"draft": settings.draft.model_copy(update={"vocabulary": 64})})
+    run = pipeline.Run("smoke", root, settings)
     shutil.copytree(tiny_llama_folder, run.paths.base)
     rows = random_rows(6)
     write_table(pa.Table.from_pylist(rows, ROWS), run.paths.distilled / "train" / "shard-00000.parquet")
@@ -85,7 +100,8 @@ def test_the_command_records_finite_ratios(tiny_llama_folder, tmp_path, monkeypa
     assert record["draft_length"] == 8 and record["hidden_states"] == "computed"
     assert record["tokens"] == sum(len(r["prompt_ids"]) + len(r["answer_ids"]) for r in rows)
     assert record["anchors"] == sum(len(r["answer_ids"]) - 1 for r in rows)
-    for name in ("throughput_ratio", "throughput_ratio_cached"):
+    assert record["vocabulary"] == 64 and 0 < record["computed_tensors_peak_gib"] < 1
+    for name in ("throughput_ratio", "throughput_ratio_cached", "throughput_ratio_profile"):
         low, high = record[f"{name}_spread"]
         assert 0 < low <= record[name] <= high < math.inf
         assert 0 < record[f"peak_memory_{name.removeprefix('throughput_')}"] < math.inf

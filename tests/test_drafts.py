@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import assert_it_decodes_as_trained, nano_base, perturbed_specformer, prompts
 
-from specformer.drafts import DraftConfig, SpecFormer, load_draft
+from specformer.drafts import DraftConfig, SpecFormer, load_draft, new_draft
 from specformer.drafts import specformer as module
 from specformer.drafts.interface import Draft
 from specformer.engine import Engine, Request
@@ -248,6 +248,13 @@ def test_the_vocabulary_is_the_most_frequent_tokens_then_the_lowest(tiny_llama):
     assert draft.coverage(rows) == 1.0
     assert draft.coverage([{"answer_ids": [9, 300, 301, 200]}]) == 0.5
     assert perturbed_specformer(tiny_llama).coverage(rows) == 1.0
+
+
+def test_more_tokens_than_the_base_has_are_refused(tiny_llama):
+    with pytest.raises(UserError, match="draft.vocabulary = 321: the base has 320 tokens"):
+        new_draft(
+            tiny_llama, "specformer", [], init="base", seed=0, draft_length=2, hooks=(0,), vocabulary=321
+        )
 
 
 def test_the_vocabulary_is_saved_and_drafts_stay_inside(tiny_llama, tmp_path):

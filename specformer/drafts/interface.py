@@ -205,10 +205,15 @@ class Draft(nn.Module):
         """Let the draft speak the `config.vocabulary` most frequent tokens of the answers.
 
         rows: dialogues with answer_ids; total: the base's vocabulary size. Where the answers hold fewer
-        tokens, those of lowest id follow: byte-pair vocabularies number frequent tokens first.
+        tokens, those of lowest id follow: byte-pair vocabularies number frequent tokens first. Raises
+        UserError for more tokens than the base has.
         """
         if self.vocabulary is None:
             return
+        if len(self.vocabulary) > total:
+            raise UserError(
+                f"draft.vocabulary = {len(self.vocabulary)}: the base has {total} tokens; 0 is all of them"
+            )
         counts = torch.zeros(total, dtype=torch.long)
         for row in rows:
             counts += torch.bincount(torch.as_tensor(row["answer_ids"], dtype=torch.long), minlength=total)
