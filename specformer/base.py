@@ -274,12 +274,15 @@ def _follow(source: str, revision: str | None) -> tuple[str, str | None, str]:
 
 
 def choose_device(device: str) -> torch.device:
-    """The torch device of a setting; "auto" is the GPU if there is one, else the CPU.
+    """The torch device of a setting; "auto" is the GPU if there is one, else the CPU. Of processes that share
+    a machine (torchrun, accelerate launch) each takes its own GPU for "auto" and "cuda".
 
     Raises UserError for a device that this machine or torch build does not have.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         chosen = torch.device(device)
     except RuntimeError:

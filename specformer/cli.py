@@ -69,6 +69,16 @@ def stage(name: Annotated[str, typer.Argument(help="A stage of dvc.yaml.")], pro
 
 
 @app.command()
+def train(
+    profile: Profile,
+    name: Annotated[str, typer.Argument(help="A draft of the profile: of study.variants or baselines.")],
+    seed: int = 0,
+) -> None:
+    """Train one draft, or go on, outside the pipeline: torchrun ... -m specformer train PROFILE NAME."""
+    pipeline.train_draft(pipeline.open_run(profile), name, seed)
+
+
+@app.command()
 def notebooks() -> None:
     """Run the notebooks at their defaults and store their outputs in them."""
     folder = pipeline.find_root() / "notebooks"

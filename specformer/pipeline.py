@@ -11,8 +11,10 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -315,8 +317,33 @@ def _corpus(run: Run) -> None:
 
 
 def _train(run: Run, name: str, seed: int) -> None:
+    """Train a draft, in the processes that `study.launch` starts where it names any."""
+    if launch := run.settings.study.launch:
+        start = shlex.split(os.path.expandvars(launch))
+        command = [*start, "-m", "specformer", "train", run.profile, name, "--seed", str(seed)]
+        try:
+            with _no_orphans():
+                status = subprocess.run(command, cwd=run.root, check=False).returncode
+        except OSError as error:
+            raise UserError(f"study.launch: {launch!r} does not start ({error.strerror})") from None
+        if status:
+            raise UserError(
+                f"study.launch: {shlex.join(command)} ended with status {status}; it says why above"
+            )
+    else:
+        train_draft(run, name, seed)
+
+
+def train_draft(run: Run, name: str, seed: int) -> None:
+    """Train a draft of the profile with one of its seeds, in this process and those that it was started with.
+
+    Raises UserError for a draft or seed that is not the profile's.
+    """
     from specformer.study import open_course
 
+    if (name, seed) not in run.trained:
+        known = ", ".join(f"{name} with seed {seed}" for name, seed in run.trained)
+        raise UserError(f"{run.profile} trains no {name} with seed {seed}; study and baselines name: {known}")
     open_course(run).train(name, seed, run.trained[name, seed])
 
 

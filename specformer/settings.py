@@ -207,6 +207,9 @@ class StudySection(Section):
     """Drafts to train, specformer among them; what sets each apart is in specformer/study.py."""
     seeds: Seeds
     """A draft of each variant is trained with each seed; the tables' come from the first."""
+    launch: Text | None
+    """Command that starts the processes of a training, such as torchrun --nproc_per_node 8, with environment
+    variables filled in; null is one process."""
 
 
 class AblateSection(Section):

@@ -7,6 +7,7 @@ study goes on where it stopped.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +102,8 @@ class Course:
         None for a draft that has nothing to train."""
         variant, draft = self.variant(name), self.start(name, seed)
         if not draft.trainable:
-            draft.save_pretrained(folder)
+            if os.environ.get("RANK", "0") == "0":  # one writer, of however many processes
+                draft.save_pretrained(folder)
             return None
         sharing = {other: self.variant(other) for other in self.names}
         return train(

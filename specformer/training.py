@@ -416,6 +416,8 @@ def train(
             weights = weigh(learnt, position_weights, state.accuracy)
             loss, correct = 0.0, torch.zeros_like(counts)
             mine = batches[rank::world]
+            if not mine:  # fewer batches than processes, and the others wait for a gradient: one of nothing
+                mine, weights = batches[:1], torch.zeros_like(weights)
             for i, batch in enumerate(mine):
                 with accelerator.autocast():
                     teaching = hidden_states(batch.sequences)
@@ -424,7 +426,7 @@ def train(
                         hidden = model(teaching.taps, batch, target)
                         scored = backward(draft, hidden, teaching, batch, weights, head, target, world)
                 loss += scored.loss
-                correct += scored.correct
+                correct += scored.correct * (rank < len(batches))
                 if not math.isfinite(loss):
                     names = ", ".join(s.id for s in batch.sequences)
                     raise UserError(

@@ -164,6 +164,18 @@ def test_dtype_and_device_choices():
         choose_device("gpu")
 
 
+def test_each_process_of_a_machine_takes_its_own_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda:3")
+    assert choose_device("cuda:1") == torch.device("cuda:1") and choose_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(UserError, match="base.device: 'cuda:4' was asked for"):
+        choose_device("auto")
+
+
 @pytest.mark.parametrize(
     ("hooks", "layers", "states"),
     [
