@@ -225,8 +225,22 @@ def summarize(steps: Steps) -> dict[str, float]:
 
 
 def throughput(tokens: Any, seconds: Any) -> Any:
-    """Tokens per second, prefill in; numbers or columns."""
+    """Tokens per second; numbers or columns."""
     return tokens / seconds
+
+
+def serving_throughput(
+    answer_tokens: Any, tokens: Any, requests: Any, seconds: Any, prefill_seconds: Any
+) -> Any:
+    """Tokens per second of a batch that is refilled for ever, prefill in; numbers or columns.
+
+    answer_tokens: mean length of an answer. An answer costs one prefill and answer_tokens - 1 decoded
+    tokens, each at its price in the round: prefill_seconds / requests and 1 / decode_throughput. Plain
+    tokens / seconds would charge a round for the prompts of answers that it began but did not finish, more of
+    them with a draft, whose rows end at different steps. The two agree where every answer is finished.
+    """
+    decoded = (answer_tokens - 1) / decode_throughput(tokens, requests, seconds, prefill_seconds)
+    return answer_tokens / (prefill_seconds / requests + decoded)
 
 
 def decode_throughput(tokens: Any, requests: Any, seconds: Any, prefill_seconds: Any) -> Any:

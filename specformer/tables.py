@@ -87,7 +87,8 @@ def build_table1(
 
     throughput, steps: the records of one run (columns as in throughput.parquet and
     steps/*.parquet). drafts: method -> its parameter counts "m_s" and "m_p"; a method that is not
-    there gets an empty p. labels: method -> its name for people, where that is another. Returns the
+    there gets an empty p. labels: method -> its name for people, where that is another. tps is
+    `metrics.serving_throughput`, of answers as long as the baseline's in the same round. Returns the
     paper's columns (batch_size, k, method, kappa, tps, speedup), then the spread over rounds, theta,
     p, tps_decode (prefill out), requests (a round), rounds, label, base_model, dtype, threads, cpu,
     accelerator; sorted, the baseline repeated for each
@@ -220,7 +221,8 @@ def _measure(
     drafts: Mapping[str, Mapping[str, float]],
 ) -> pd.DataFrame:
     metrics.require_columns(throughput, _THROUGHPUT, "throughput records")
-    metrics.require_columns(steps, ["method", "batch_size", "k"], "step records")
+    columns = ["method", "batch_size", "k", "round", "request", "committed"]
+    metrics.require_columns(steps, columns, "step records")
     machine = _one_machine(throughput)
     twice = throughput.duplicated(["method", "batch_size", "k", "round"])
     if twice.any():
@@ -229,11 +231,10 @@ def _measure(
             f"{row['method']} at batch size {row['batch_size']}, k {row['k']} holds round "
             f"{row['round']} twice. Do the records come from two runs? Keep one."
         )
+    counted = [throughput[c] for c in ("tokens", "requests", "seconds", "prefill_seconds")]
     rounds = throughput.assign(
-        tps=metrics.throughput(throughput["tokens"], throughput["seconds"]),
-        tps_decode=metrics.decode_throughput(
-            *(throughput[c] for c in ("tokens", "requests", "seconds", "prefill_seconds"))
-        ),
+        tps=metrics.serving_throughput(_answer_tokens(throughput, steps), *counted),
+        tps_decode=metrics.decode_throughput(*counted),
     ).sort_values("round")
     rows = []
     for batch_size, group in rounds.groupby("batch_size"):
@@ -271,6 +272,21 @@ def _measure(
                     | _numbers(base, base, kappa=1.0)
                 )
     return pd.DataFrame(rows).assign(base_model=base_model, **machine)
+
+
+def _answer_tokens(throughput: pd.DataFrame, steps: pd.DataFrame) -> pd.Series:
+    """Mean tokens of the baseline's answers in each record's round: one yardstick for all methods."""
+    plain = steps.loc[steps["method"] == BASELINE]
+    answers = plain.groupby(["batch_size", "round", "request"])["committed"].sum() + 1
+    mean = answers.groupby(["batch_size", "round"]).mean()
+    found = mean.reindex(pd.MultiIndex.from_frame(throughput[["batch_size", "round"]]))
+    if found.isna().any():
+        batch_size, at = found.index[found.isna()][0]
+        raise UserError(
+            f"round {at} at batch size {batch_size} has no step records of the baseline (k = 0); "
+            "measure it again."
+        )
+    return found.set_axis(throughput.index)
 
 
 def _numbers(timed: pd.DataFrame, base: pd.DataFrame, kappa: float) -> dict[str, Any]:

@@ -184,6 +184,8 @@ def test_no_steps_and_missing_columns():
 def test_throughput_with_and_without_prefill():
     assert metrics.throughput(120, 4.0) == 30.0
     assert metrics.decode_throughput(120, 20, 4.0, 2.0) == 50.0
+    assert metrics.serving_throughput(6, 120, 20, 4.0, 2.0) == 30.0  # 20 whole answers of 6: as above
+    assert metrics.serving_throughput(11, 120, 20, 4.0, 2.0) == pytest.approx(11 / (0.1 + 10 / 50))
 
 
 def test_speedup_of_identical_rounds_is_exactly_one():

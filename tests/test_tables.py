@@ -31,12 +31,17 @@ def timed(method: str, k: int, seconds: list[float], batch_size: int = 1, **mach
     ]
 
 
-def stepped(method: str, k: int, accepted: list[int], batch_size: int = 1) -> list[dict]:
+def stepped(method: str, k: int, accepted: list[int], batch_size: int = 1, round: int = 0) -> list[dict]:
     return [
-        {"method": method, "batch_size": batch_size, "k": k, "drafted": k, "accepted": a}
-        | {"committed": a + 1, "truncated": 0}
+        {"method": method, "batch_size": batch_size, "k": k, "round": round, "request": "a"}
+        | {"drafted": k, "accepted": a, "committed": a + 1, "truncated": 0}
         for a in accepted
     ]
+
+
+def plain(rounds: int, batch_size: int = 1) -> list[dict]:
+    """The baseline's steps: answers of 11 tokens, the first from the prefill."""
+    return [step for r in range(rounds) for step in stepped("none", 0, [0] * 10, batch_size, r)]
 
 
 def records() -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -45,7 +50,7 @@ def records() -> tuple[pd.DataFrame, pd.DataFrame]:
         *timed("specformer", 4, [5.5, 11.0, 10.0]),
         *timed("specformer", 8, [11.0, 22.0, 11.0]),
     ]
-    steps = [*stepped("specformer", 4, [0, 1, 2, 1]), *stepped("specformer", 8, [0, 0, 0, 1])]
+    steps = [*stepped("specformer", 4, [0, 1, 2, 1]), *stepped("specformer", 8, [0, 0, 0, 1]), *plain(3)]
     return pd.DataFrame(throughput), pd.DataFrame(steps)
 
 
@@ -88,6 +93,17 @@ def test_table1_by_hand():
     assert eight["base_model"] == "Tiny-1M" and eight["cpu"] == "Test CPU"
 
 
+def test_prompts_of_answers_that_the_round_cut_off_slow_nobody():
+    """20 prompts at 0.1 s for answers of 11 tokens, 100 of them decoded at 10 a second: an answer costs
+    0.1 + 10 / 10 s, as it does in the baseline's round of 10 prompts."""
+    throughput, steps = records()
+    drafted = throughput["k"] == 4
+    throughput.loc[drafted, ["requests", "tokens", "prefill_seconds", "seconds"]] = [20, 120, 2.0, 12.0]
+    throughput.loc[~drafted, "seconds"] = 11.0
+    four = table1(throughput, steps).set_index(["k", "method"]).loc[(4, "specformer")]
+    assert four["tps"] == pytest.approx(10.0) and four["speedup"] == pytest.approx(1.0)
+
+
 def test_a_tree_method_is_shown_as_the_chain_that_it_ran_as():
     throughput, steps = records()
     throughput = pd.concat([throughput, pd.DataFrame(timed("hass", 4, [10.0] * 3))])
@@ -128,7 +144,9 @@ def test_records_that_cannot_make_a_table_are_refused():
     with pytest.raises(UserError, match="seconds"):
         table1(throughput.drop(columns="seconds"), steps)
     with pytest.raises(UserError, match=r"specformer at batch size 1, k 4.*step records"):
-        table1(throughput, steps[steps["k"] == 8])
+        table1(throughput, steps[steps["k"] != 4])
+    with pytest.raises(UserError, match=r"round 0 at batch size 1.*baseline"):
+        table1(throughput, steps[steps["k"] != 0])
     with pytest.raises(UserError, match=r"k 4 has rounds \[0, 1\] but the baseline"):
         table1(throughput.drop(index=5), steps)
     with pytest.raises(UserError, match=r"round\s+0\s+twice"):
@@ -152,6 +170,7 @@ def ablation() -> pd.DataFrame:
     steps = [
         *stepped("specformer", 8, [2, 1]),
         *stepped("specformer_no_self_distill", 8, [0, 0, 1]),
+        *plain(3),
     ]
     return tables.build_table2(
         pd.DataFrame(throughput),
