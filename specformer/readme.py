@@ -51,6 +51,27 @@ def engine(results: Path) -> str:
     return f"{markdown(shown)}\n\n{under}"
 
 
+def rivals(results: Path) -> str:
+    """Every draft at the k that all have, from the profile cpu-full beside this one; speedups with spread."""
+    full = results.parent / "cpu-full"
+    rows = pd.read_csv(full / "tables" / "table1.csv")
+    k = rows.groupby("k")["label"].nunique().idxmax()
+    chosen = rows["method"].str.endswith(AUTO)
+    own: Any = rows.loc[((rows["k"] == k) | chosen) & (rows["method"] != BASELINE)]
+    speeds = {
+        f"batch {size}": part.set_index("label").apply(
+            lambda r: f"{r.speedup:.2f} ({r.speedup_min:.2f} to {r.speedup_max:.2f})", axis=1
+        )
+        for size, part in own.groupby("batch_size")
+    }
+    shown = pd.DataFrame(
+        {"tokens per step": own.groupby("label")["kappa"].mean().map("{:.2f}".format), **speeds}
+    )
+    shown = shown.loc[list(dict.fromkeys(own["label"]))].reset_index(names="draft")
+    under = f"Speedup over k = 0, k = {k} (auto: at most {rows['k'].max()}); {machine(full)}; "
+    return f"{markdown(shown)}\n\n{under}{rows['rounds'].iloc[0]} rounds."
+
+
 def study(results: Path) -> str:
     """What each change to the draft and its training is worth, from the profile cpu-study beside this one."""
     rows = pd.read_csv(results.parent / "cpu-study" / "draft_quality.csv")
@@ -148,6 +169,7 @@ def render(text: str, results: Path) -> str:
         "table1": lambda: table(results, 1, "method"),
         "table2": lambda: table(results, 2, "variant"),
         "engine": lambda: engine(results),
+        "rivals": lambda: rivals(results),
         "study": lambda: study(results),
         "training": lambda: training(results),
         "long": lambda: long_training(results),
