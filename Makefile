@@ -57,6 +57,10 @@ test: $(INSTALLED) ## style, types, tests, the smoke run and the notebooks; git 
 test-server: $(INSTALLED) ## distill through a real vLLM: SPECFORMER_VLLM_PYTHON is the python that has it
 	pytest -m server tests
 
+.PHONY: test-gpu
+test-gpu: $(INSTALLED) ## what needs a CUDA device, with a report for the README; torch must be a CUDA build
+	pytest tests/gpu
+
 .PHONY: lab
 lab: $(INSTALLED) ## open the notebooks in JupyterLab
 	jupyter lab --notebook-dir=notebooks
