@@ -279,7 +279,7 @@ def _answer_tokens(throughput: pd.DataFrame, steps: pd.DataFrame) -> pd.Series:
     plain = steps.loc[steps["method"] == BASELINE]
     answers = plain.groupby(["batch_size", "round", "request"])["committed"].sum() + 1
     mean = answers.groupby(["batch_size", "round"]).mean()
-    found = mean.reindex(pd.MultiIndex.from_frame(throughput[["batch_size", "round"]]))
+    found = mean.reindex(pd.MultiIndex.from_arrays([throughput["batch_size"], throughput["round"]]))
     if found.isna().any():
         batch_size, at = found.index[found.isna()][0]
         raise UserError(
