@@ -52,6 +52,14 @@ def packaged_folder(base: Base, home: Path = HOME) -> Path | None:
     return None
 
 
+def requests(base: Base, max_new_tokens: int) -> list[Request]:
+    """PROMPTS as greedy requests, in the base's chat format."""
+    return [
+        Request(str(i), encode_prompt(base.tokenizer, [{"role": "user", "content": text}]), max_new_tokens)
+        for i, text in enumerate(PROMPTS)
+    ]
+
+
 def measure(base: Base, draft: Draft, k: int, max_new_tokens: int = 64) -> dict[str, Any]:
     """Decode PROMPTS greedily, one by one: k, max_new_tokens, steps and tokens_per_step.
 
@@ -59,12 +67,8 @@ def measure(base: Base, draft: Draft, k: int, max_new_tokens: int = 64) -> dict[
     """
     from specformer.metrics import tokens_per_step  # needs pandas
 
-    requests = [
-        Request(str(i), encode_prompt(base.tokenizer, [{"role": "user", "content": text}]), max_new_tokens)
-        for i, text in enumerate(PROMPTS)
-    ]
     engine = Engine(base, draft, k=k, batch_size=1, max_length=max_new_tokens + 128)
-    steps = [step for result in engine.run(requests) for step in result.steps]
+    steps = [step for result in engine.run(requests(base, max_new_tokens)) for step in result.steps]
     return {
         "k": k,
         "max_new_tokens": max_new_tokens,

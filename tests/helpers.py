@@ -11,9 +11,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specformer.base import Base
+from specformer.cache import KVStore, Window
 from specformer.drafts import DraftConfig, SpecFormer, new_draft
 from specformer.drafts.interface import Draft
 from specformer.engine import Engine, Request
+from specformer.layers import ragged_attention
 from specformer.training import Schedule
 
 CHATML = (
@@ -60,6 +62,23 @@ def run(base, requests, draft=None, **options):
     """Decode and return the results by id, and the engine."""
     engine = Engine(base, draft, max_length=options.pop("max_length", 256), **options)
     return {r.id: r for r in engine.run(requests)}, engine
+
+
+def attended(q, k, v, rows, start):
+    """What each attention backend reads for q, k, v (B, n, heads, D) written at `start` (B,) into `rows` of a
+    store of 4 random rows: results by backend, and flash's store."""
+    n, (_, _, heads, size) = q.shape[1], k.shape
+    ends = (start + n).tolist()
+    window = Window.at(rows, start, n, max(ends), q.dtype, fresh=False, ends=ends)
+    found = {}
+    for backend in ("sdpa", "flash"):
+        store = KVStore(1, 4, heads, size, 64, q.dtype, q.device, attention=backend)
+        store.ensure(64)
+        generator = torch.Generator().manual_seed(1)
+        store.kv[0].copy_(torch.randn(store.kv[0].shape, generator=generator))
+        store.write(0, window, k, v)
+        found[backend] = ragged_attention(q, store, 0, window)
+    return found, store
 
 
 def answered(base, count, new_tokens, seed=3):

@@ -6,14 +6,13 @@ import sys
 
 import pytest
 import torch
-from helpers import perturbed_specformer, prompts, run
+from helpers import attended, perturbed_specformer, prompts, run
 
-from specformer.cache import KVStore, Window
 from specformer.engine import Engine, Request
 from specformer.errors import UserError
-from specformer.layers import choose_attention, ragged_attention
+from specformer.layers import choose_attention
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
@@ -23,14 +22,7 @@ def test_flash_equals_sdpa_on_ragged_rows(flash_calls, heads, rows, n):
     torch.manual_seed(0)
     (Hq, Hkv), start, D = heads, torch.tensor([0, 37, 11]), 8
     q, k, v = torch.randn(3, n, Hq, D), torch.randn(3, n, Hkv, D), torch.randn(3, n, Hkv, D)
-    window = Window.at(rows, start, n, 37 + n, torch.float32, fresh=False, ends=(start + n).tolist())
-    found = {}
-    for backend in ("sdpa", "flash"):
-        store = KVStore(1, 4, Hkv, D, 64, torch.float32, CPU, attention=backend)
-        store.ensure(64)
-        store.kv[0].copy_(torch.randn(store.kv[0].shape, generator=torch.Generator().manual_seed(1)))
-        store.write(0, window, k, v)
-        found[backend] = ragged_attention(q, store, 0, window)
+    found, store = attended(q, k, v, rows, start)
     torch.testing.assert_close(found["flash"], found["sdpa"], rtol=1e-5, atol=1e-5)
     assert found["flash"].shape == (3, n, Hq * D)
     ((_, cache, lengths, index),) = flash_calls

@@ -11,13 +11,6 @@ from specformer.base import load_base
 DEVICE = "cuda"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.path.parts:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
 @pytest.fixture(scope="session", params=["tiny_llama", "tiny_qwen3"])
 def pair(request):
     """A tiny model in float32, on the CPU and on the device."""

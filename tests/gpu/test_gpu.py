@@ -10,16 +10,17 @@ from importlib.util import find_spec
 import interpreted_kernels
 import pytest
 import torch
-from helpers import answered, perturbed_specformer, prompts, run, settings
+from helpers import answered, attended, perturbed_specformer, prompts, run, settings
 
-from specformer import chat, lossless, pretrained
-from specformer.cache import KVStore, Window
+from specformer import lossless, pretrained
 from specformer.drafts import load_draft
 from specformer.engine import Request
 from specformer.kernels import grouped_rms_norm
-from specformer.layers import choose_attention, ragged_attention
+from specformer.layers import choose_attention
 from specformer.target import Target
 from specformer.training import train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -76,15 +77,7 @@ def test_flash_attn_equals_sdpa_on_ragged_rows(device, rows, n):
     assert choose_attention("auto", torch.device(device), dtype) == "flash"
     q, k, v = (torch.randn(3, n, heads, D, device=device, dtype=dtype) for heads in (6, 2, 2))
     rows = rows if isinstance(rows, slice) else rows.to(device)
-    window = Window.at(rows, start, n, 37 + n, dtype, fresh=False, ends=(start + n).tolist())
-    found = {}
-    for backend in ("sdpa", "flash"):
-        store = KVStore(1, 4, 2, D, 64, dtype, torch.device(device), attention=backend)
-        store.ensure(64)
-        generator = torch.Generator(device).manual_seed(1)
-        store.kv[0].copy_(torch.randn(store.kv[0].shape, generator=generator, device=device))
-        store.write(0, window, k, v)
-        found[backend] = ragged_attention(q, store, 0, window)
+    found, _ = attended(q, k, v, rows, start)
     torch.testing.assert_close(found["flash"], found["sdpa"], rtol=2e-2, atol=2e-2)
 
 
@@ -108,10 +101,7 @@ def test_the_packaged_draft_is_timed_and_compared(smollm2_bf16, tell):
     folder = pretrained.packaged_folder(base)
     assert folder is not None
     draft, target, size = load_draft(folder, base), Target(base, 256), len(pretrained.PROMPTS)
-    requests = [
-        Request(str(i), chat.encode_prompt(base.tokenizer, [{"role": "user", "content": text}]), 64)
-        for i, text in enumerate(pretrained.PROMPTS)
-    ]
+    requests = pretrained.requests(base, 64)
     answers, tps = {}, {0: [], 4: []}
     for _ in range(4):  # the first warms up
         for k, seconds in tps.items():
