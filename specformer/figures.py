@@ -149,7 +149,7 @@ def roofline(
         right.set(xlabel="batch size", ylabel="speedup over plain decoding", ylim=(0, None))
         right.set_title("Achieved, and ideal (hollow)")
         _legend(left, "batch size")
-        _legend(right, None)
+        _legend(right, None, beside=longest["method"].nunique() > 5)
         return _finish(fig, out, caption)
 
 
@@ -194,7 +194,9 @@ def speedup_by_batch(
     lines = sorted({(methods.index(m), int(k)) for m, k in drafted[["method", "k"]].values})
     batch_sizes = set(drafted["batch_size"])
     with matplotlib.rc_context(_STYLE):
-        fig, (ax,) = _axes()
+        fig, (ax,) = _axes(
+            height=max(4.0, 0.25 * len(lines) + 1.5)
+        )  # the legend beside it has a row for each
         for i, (place, k) in enumerate(lines):
             # Lines of one batch size stand side by side, so that no bar hides another.
             aside = 1.05 ** (i - (len(lines) - 1) / 2)
@@ -225,7 +227,7 @@ def speedup_by_batch(
         ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
         alone = f": {methods[0]}" if len(methods) == 1 else ""
         ax.set_title(f"Speedup against batch size{alone}")
-        ax.legend(loc="upper left", bbox_to_anchor=(1, 1), alignment="left")  # inside it would hide markers
+        _legend(ax, None, beside=True)
         return _finish(fig, out, caption)
 
 
@@ -377,7 +379,7 @@ def _line(ax: Axes, x: Any, y: Any, i: int, crowd: int = 0, **kw: Any) -> None:
         marker=MARKERS[i % len(MARKERS)],
         markersize=4 if crowd else 6,
         markerfacecolor="white" if hollow else PALETTE[i % 10],
-        linestyle="none" if hollow else "-",
+        linestyle="none" if hollow else ("-", "--", ":")[i // len(MARKERS) % 3],
         zorder=2.5 if hollow else 3,
         **kw,
     )
@@ -388,9 +390,11 @@ def _of(table: pd.DataFrame, method: str, k: int) -> pd.DataFrame:
     return own.sort_values("batch_size")
 
 
-def _legend(ax: Axes, title: str | None) -> None:
+def _legend(ax: Axes, title: str | None, beside: bool = False) -> None:
+    """Inside the axes where matplotlib finds room, or beside them: many lines leave none."""
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if beside else {}
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(title=title, alignment="left")
+        ax.legend(title=title, alignment="left", **place)
 
 
 def _finish(fig: Figure, out: Path | str, caption: str) -> Figure:
